@@ -1,0 +1,177 @@
+"""Configuration: one frozen model per conf/ group, and the only reader of the process environment.
+
+Unknown keys are refused with the nearest known name. Every duration is in seconds.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from polar_env.errors import ConfigError
+from polar_env.types import CallKind
+
+
+class Group(BaseModel):
+    """A conf/ group: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest(cls, data: object) -> object:
+        """Refuse unknown keys with the name that was probably meant."""
+        if isinstance(data, Mapping):
+            for key in cast("Mapping[str, Any]", data):
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(cls.model_fields)}"
+                    raise ValueError(f"unknown key {key!r} in {cls.__name__}; {hint}")
+        return cast("object", data)
+
+
+class EngineConfig(Group):
+    """conf/engine: the model behind the proxy."""
+
+    kind: Literal["vllm", "scripted"] = "vllm"
+    base_urls: tuple[str, ...] = ()
+    """Engine replicas, each with its ``/v1``; a session stays on one (rendezvous hash)."""
+    model: str = ""
+    """Served model name; empty asks ``GET /v1/models``."""
+    api_key: str = "EMPTY"
+    stream: bool = True
+    """Stream tokens with their ids from engines that can; false waits for whole replies."""
+    connect_timeout: float = 10.0
+    idle_timeout: float = 600.0
+    """No byte from the engine for this long: it is down."""
+    tokenizer: Path | None = None
+    """Scripted engine: directory with tokenizer.json and tokenizer_config.json."""
+    max_model_len: int = 131072
+    """Scripted engine: its context window in tokens."""
+    scripts: tuple[str, ...] = ("fix", "fix", "give_up", "half")
+    """Scripted engine: the script of rollout i of a group is ``scripts[i % len]``."""
+
+
+class ProxyConfig(Group):
+    """conf/proxy: what a session may do."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_output_tokens: int = 8192
+    max_calls: int = 200
+    """Calls of one session; over it the harness is told to stop and the outcome is turn_limit."""
+    max_concurrent: int = 16
+    max_body_bytes: int = 64 * 1024 * 1024
+    keep_alive: float = 8.0
+    """Seconds between keep-alive events while the engine works (design: at least every 10 s)."""
+    retry_grace: float = 5.0
+    """How long a generation whose client vanished waits for the harness's own retry before it is aborted."""
+
+
+class HarnessConfig(Group):
+    """conf/harness: which CLI, which version."""
+
+    name: str = "claude_code"
+    version: str = ""
+    """Empty: the version the preset pins and was tested with."""
+    command: tuple[str, ...] = ()
+    """``shell`` harness: the argv to run; ``{instruction_file}`` is replaced."""
+    extra_args: tuple[str, ...] = ()
+    max_turns: int = 100
+    context_window: int = 131072
+
+
+class SandboxConfig(Group):
+    """conf/sandbox: a nemo_gym.sandbox provider and its limits."""
+
+    provider: str = "bubblewrap"
+    provider_options: dict[str, Any] = Field(default_factory=dict)
+    memory_mib: int | None = None
+    cpus: float | None = None
+
+
+class BudgetConfig(Group):
+    """conf/budget: separate wall-clock budgets; queueing is free and finalise always runs."""
+
+    start: float = 600.0
+    agent: float = 1800.0
+    grade: float = 1800.0
+    finalise: float = 120.0
+
+
+class TrajectoryConfig(Group):
+    """conf/trajectory: what is trained and what a one-row trainer gets."""
+
+    delivery: Literal["main", "longest", "sample"] = "main"
+    trained_kinds: tuple[CallKind, ...] = (CallKind.AGENT, CallKind.SUB_AGENT, CallKind.COMPACTION)
+    max_tokens: int | None = None
+    """Longest row the trainer takes (its max sequence length); longer rows are cut after a whole call."""
+    seed: int = 0
+
+
+class RewardConfig(Group):
+    """conf/reward: which endings carry a reward that trains."""
+
+    train_timeouts: bool = True
+    """A budget the agent itself exhausted is signal: graded and trained. False masks it."""
+
+
+class StoreConfig(Group):
+    """conf/store: where things are kept."""
+
+    cache: Path = Path("~/.cache/polar_env")
+    """Installed CLIs, prepared tasks, tokenizer: made once, shared."""
+    sessions: Path = Path("out/sessions")
+    """Durable segment logs, one directory per session."""
+
+
+class PolarConfig(Group):
+    """The whole configuration; conf/ groups mirror its fields one to one."""
+
+    engine: EngineConfig = EngineConfig()
+    proxy: ProxyConfig = ProxyConfig()
+    harness: HarnessConfig = HarnessConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    budget: BudgetConfig = BudgetConfig()
+    trajectory: TrajectoryConfig = TrajectoryConfig()
+    reward: RewardConfig = RewardConfig()
+    store: StoreConfig = StoreConfig()
+    data: str = ""
+    """Task rows: a parquet or JSONL path or folder, ``hub:<dataset name>``, ``embedded``, or empty (see tasks.rows)."""
+    concurrency: int = 8
+    """Rollouts running at once in this process; the rest queue for free."""
+
+
+def load(data: Mapping[str, Any]) -> PolarConfig:
+    """Validate a plain mapping. Raises ConfigError naming the key and what to write instead."""
+    try:
+        return PolarConfig.model_validate(dict(data))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError("; ".join(lines)) from error
+
+
+def environment(name: str, default: str = "") -> str:
+    """The one place the process environment is read."""
+    return os.environ.get(name, default)
+
+
+def child_environment(*prefixes: str) -> dict[str, str]:
+    """The parts of our environment a build step needs (PATH, registry settings); secrets stay out."""
+    keep = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    wanted = (
+        *prefixes,
+        "PIP_",
+        "UV_",
+        "npm_config_",
+        "NPM_CONFIG_",
+        "NODE_EXTRA_CA_CERTS",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+    )
+    also = ("http_proxy", "https_proxy", "no_proxy", "NO_PROXY")
+    return {k: v for k, v in os.environ.items() if k in keep or k in also or k.startswith(wanted)}

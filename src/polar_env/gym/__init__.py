@@ -1,0 +1,1 @@
+"""The gym room: the only door to NeMo Gym."""

@@ -1,0 +1,49 @@
+"""The tasks room: a dataset row becomes a repository, an environment and an instruction.
+
+``rows`` loads rows (parquet, JSONL, hub, embedded) · ``sources`` makes a repository tree (sdist, git mirror, image) ·
+``prepare`` builds tree and environment once per task and caches them · ``embedded`` holds tasks of our own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WORKDIR = "/testbed"
+"""Where the repository sits in every sandbox (SWE-bench's own path, so official eval scripts hold)."""
+
+ENV_PREFIX = "/opt/testbed-env"
+"""Where the task's Python environment sits in every sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One SWE-bench-shaped task. ``row`` is the dataset row, v5 schema (instance_id, patch, eval_script, ...)."""
+
+    task_id: str
+    instruction: str
+    row: Mapping[str, Any]
+    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """How to make the repository and environment: ``{"kind": "sdist"|"git"|"embedded"|"image"|"sif", ...}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A task ready to run: made once, cached, shared by its group. Host paths are read-only from here on."""
+
+    task: Task
+    base_commit: str
+    """HEAD of the prepared repository; replaces the row's base commit in the eval script."""
+    repo: Path | None
+    """Host directory shown at WORKDIR (copy-on-write); ``None`` when ``image`` holds it."""
+    env: Path | None
+    """Host directory shown at ENV_PREFIX (copy-on-write)."""
+    git_dir: Path | None
+    """Pristine git directory kept outside the sandbox: patch extraction never trusts the agent's own."""
+    mounts: tuple[tuple[Path, str], ...] = ()
+    """Further read-only host paths the environment needs (the base interpreter), host -> sandbox."""
+    image: str = ""
+    eval_rewrites: tuple[tuple[str, str], ...] = ()
+    """Textual replacements of the eval script, in order (docker paths -> this environment)."""
+    env_vars: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment of the agent and of the tests (PATH with the task's interpreter first, ...)."""

@@ -1,0 +1,384 @@
+"""Facts that cross rooms: frozen, slotted, without behaviour beyond derived properties.
+
+Token ids are ``array('i')`` (int32) and log-probabilities ``array('f')`` (float32), never lists of Python ints:
+a session of 150 turns and 136K tokens must stay cheap to hold and to rebuild.
+
+Messages are OpenAI-Chat shaped dictionaries (``ChatMessage``): it is the form every engine we serve takes, and each
+wire API maps onto it without loss. What a wire API has and Chat has not (signatures, item ids) rides in ``extra``.
+"""
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, TypedDict
+
+# --- closed lists -----------------------------------------------------------------------------------------------
+
+
+class WireApi(StrEnum):
+    """The wire API a harness speaks to us."""
+
+    ANTHROPIC = "anthropic"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    GEMINI = "gemini"
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling, whatever the wire later calls it."""
+
+    STOP = "stop"
+    TOOL_CALLS = "tool_calls"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class CallKind(StrEnum):
+    """What a model call is for; decides whether its tokens train (TrajectoryConfig.trained_kinds)."""
+
+    AGENT = "agent"
+    SUB_AGENT = "sub_agent"
+    COMPACTION = "compaction"
+    SIDE = "side"
+
+
+class Outcome(StrEnum):
+    """How a rollout ended. ``INFRASTRUCTURE`` lists the ones that are masked, never trained, never scored 0."""
+
+    COMPLETED = "completed"
+    AGENT_ERROR = "agent_error"
+    AGENT_TIMEOUT = "agent_timeout"
+    TURN_LIMIT = "turn_limit"
+    CONTEXT_OVERFLOW = "context_overflow"
+    NO_CALLS = "no_calls"
+    SANDBOX_ERROR = "sandbox_error"
+    ENGINE_ERROR = "engine_error"
+    GRADE_ERROR = "grade_error"
+    CANCELLED = "cancelled"
+    CAPTURE_INCOMPLETE = "capture_incomplete"
+
+
+INFRASTRUCTURE: frozenset[Outcome] = frozenset(
+    {
+        Outcome.NO_CALLS,
+        Outcome.SANDBOX_ERROR,
+        Outcome.ENGINE_ERROR,
+        Outcome.GRADE_ERROR,
+        Outcome.CANCELLED,
+        Outcome.CAPTURE_INCOMPLETE,
+    }
+)
+
+
+class VerdictStatus(StrEnum):
+    """What the grader found. Only ``ERROR`` is infrastructure; the rest are facts about the patch."""
+
+    RESOLVED = "resolved"
+    UNRESOLVED = "unresolved"
+    EMPTY_PATCH = "empty_patch"
+    PATCH_FAILED = "patch_failed"
+    TESTS_TIMED_OUT = "tests_timed_out"
+    REFUSED = "refused"
+    ERROR = "error"
+
+
+class HoleKind(StrEnum):
+    """One way the capture contract can fail (design: capture contract per call)."""
+
+    MISSING_IDS = "missing_ids"
+    LENGTH_MISMATCH = "length_mismatch"
+    BAD_LOG_PROB = "bad_log_prob"
+    MANY_CHOICES = "many_choices"
+    UNKNOWN_FINISH = "unknown_finish"
+    NO_POLICY_VERSION = "no_policy_version"
+    LOST_RECORD = "lost_record"
+
+
+# --- the conversation -------------------------------------------------------------------------------------------
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(TypedDict):
+    """One OpenAI-Chat message. ``content`` is text or a list of Chat content parts (text, image_url)."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: NotRequired[str | list[dict[str, Any]] | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class ToolSpec(TypedDict):
+    """A tool offered to the model, as a function with a JSON schema."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters. ``None`` means "not asked for" in a request and "engine default" in a policy."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A harness's model call, decoded from its wire API and free of it."""
+
+    wire: WireApi
+    model: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: str = "auto"
+    """``auto``, ``none``, ``required`` or the name of the one tool that must be called."""
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    asked: Sampling = Sampling()
+    """What the harness asked for: recorded, never obeyed (the session's policy samples)."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of freeform (Codex ``custom``) tools that were mapped to a function with one string ``input``."""
+    namespaces: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Function name sent to the model -> Codex tool namespace it came from."""
+    ignored: tuple[str, ...] = ()
+    """Names of request fields nobody understood: ignored and counted, never a 400."""
+    include_usage: bool = True
+    """Chat streaming only: ``stream_options.include_usage``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the model made: ``arguments`` is the exact text it produced, valid JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """What the model said, parsed by the engine: the content of one reply in every wire API."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    stop: StopReason
+    usage: Usage
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A streamed fragment of the turn. ``index`` numbers tool calls from 0; a call opens with its id and name."""
+
+    kind: Literal["reasoning", "text", "tool_open", "tool_args"]
+    text: str = ""
+    index: int = 0
+    id: str = ""
+    name: str = ""
+
+
+# --- capture ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A broken capture contract: which call (``None``: unknown), how, and what was seen."""
+
+    kind: HoleKind
+    call_id: str | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """One generation as the engine reported it, before the capture contract has judged it.
+
+    Shapes: ``prompt_ids`` [P], ``sampled_ids`` [S], ``log_probs`` [S] (natural log, float32).
+    ``turn`` and the tensors describe the same sampling event; nothing here is ever re-tokenised.
+    """
+
+    turn: AssistantTurn
+    prompt_ids: "array[int]"
+    sampled_ids: "array[int]"
+    log_probs: "array[float]"
+    policy_version: str
+    choices: int = 1
+    finish: str = ""
+    """The engine's own word for why it stopped, kept for the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One committed model call: the unit of the ledger. Appended before the terminal event leaves the proxy."""
+
+    call_id: str
+    session_id: str
+    index: int
+    """Order of arrival in the session, from 0."""
+    kind: CallKind
+    wire: WireApi
+    thread: str
+    """Harness thread (sub-agent id); ``""`` is the main thread."""
+    body_digest: str
+    """SHA-256 (hex) of the request body as received, for retries and for `polar verify`."""
+    turn: AssistantTurn
+    prompt_ids: "array[int]"
+    sampled_ids: "array[int]"
+    log_probs: "array[float]"
+    policy_version: str
+    sampling: Sampling
+    asked: Sampling
+    message_count: int
+    """Messages in the request, in Chat form."""
+    started: float
+    """Seconds since the epoch when the request was read."""
+    ended: float
+    holes: tuple[Hole, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SealedLedger:
+    """All that was captured in one session; nothing can be added any more."""
+
+    session_id: str
+    records: tuple[CallRecord, ...]
+    """In order of arrival (``index``)."""
+    delivered: frozenset[str]
+    """call_ids whose reply reached the client in full."""
+    superseded: frozenset[str]
+    """call_ids that the harness sampled again (identical body after a full delivery)."""
+    holes: tuple[Hole, ...]
+    """Holes of the session itself plus those of every record."""
+
+    @property
+    def complete(self) -> bool:
+        """True when no record was lost and every record kept the capture contract."""
+        return not self.holes
+
+
+# --- trajectory -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTurn:
+    """One call inside a chain. ``prompt_ids`` is the full prompt; it starts with everything before it in the chain."""
+
+    call_id: str
+    prompt_ids: "array[int]"
+    sampled_ids: "array[int]"
+    log_probs: "array[float]"
+    trained: bool
+    """False when another chain owns these tokens, or the call's kind, delivery or holes keep it from training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Calls joined by exact token prefix: one contiguous sequence of ids."""
+
+    turns: tuple[ChainTurn, ...]
+    kind: CallKind
+    thread: str
+    branched_from: str | None
+    """call_id after which this chain left an earlier one, ``None`` for a root."""
+
+    @property
+    def trainable_tokens(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self.turns if turn.trained)
+
+    @property
+    def total_tokens(self) -> int:
+        """Length of the whole sequence: the last prompt and what was sampled on it."""
+        return len(self.turns[-1].prompt_ids) + len(self.turns[-1].sampled_ids) if self.turns else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Everything a session sampled, as chains; ``delivered`` indexes the chain a one-row trainer gets."""
+
+    chains: tuple[Chain, ...]
+    delivered: int | None
+    sampled_tokens: int
+    """Sum over delivered, valid calls of trained kinds: equals the sum of ``trainable_tokens`` over chains."""
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    """call_id -> why its tokens do not train (undelivered, superseded, kind, hole)."""
+
+    @property
+    def main(self) -> Chain | None:
+        return None if self.delivered is None else self.chains[self.delivered]
+
+
+# --- ending -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The grader's finding. Counts are (passed, total) of the instance's FAIL_TO_PASS and PASS_TO_PASS lists."""
+
+    status: VerdictStatus
+    fail_to_pass: tuple[int, int] = (0, 0)
+    pass_to_pass: tuple[int, int] = (0, 0)
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardDecision:
+    """``reward`` in {0.0, 1.0}; ``masked`` samples are delivered and never trained."""
+
+    reward: float
+    masked: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessExit:
+    """How the harness process ended. ``code`` is ``None`` when it was killed at its deadline."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """One rollout, finished: what the gym door and the CLI turn into rows and tables."""
+
+    task_id: str
+    harness: str
+    outcome: Outcome
+    detail: str
+    """The first real error, or why the outcome is what it is; empty for a plain completion."""
+    verdict: Verdict | None
+    decision: RewardDecision
+    trajectory: Trajectory
+    ledger: SealedLedger
+    patch: bytes
+    exit: HarnessExit | None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Wall-clock seconds by phase: queue, start, agent, grade, finalise."""
