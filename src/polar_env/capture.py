@@ -1,0 +1,159 @@
+"""What the policy sampled, call by call: the capture contract and the ledger of one session.
+
+Capture never breaks a call, and a hole is never hidden: whatever could not be recorded exactly is a typed ``Hole``,
+which makes the ledger incomplete, and an incomplete rollout is masked by construction.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from polar_env.errors import CaptureError
+from polar_env.segment_log import FrameKind, SegmentLog, rebuild
+from polar_env.types import CallRecord, EngineReply, Hole, HoleKind, SealedLedger, StopReason
+
+__all__ = ["Ledger", "SegmentLog", "judge", "rebuild"]
+
+MAX_LOG_PROB = 1e-6
+"""log_softmax in float32 may end a few ulp above 0; more than this is no probability. Values are kept as they came."""
+
+MIN_LOG_PROB = -9000.0
+"""vLLM writes -9999.0 where it has no log-probability."""
+
+FINISH_WORDS = frozenset({"", "stop", "length", "tool_calls", "function_call", "stop_sequence", "abort"})
+"""What engines call the end of a generation; empty when an engine has no word beyond its typed ``StopReason``."""
+
+
+def judge(call_id: str, reply: EngineReply) -> tuple[Hole, ...]:
+    """Hold one generation against the capture contract; an empty tuple means it may train."""
+    return tuple(Hole(kind, call_id, detail) for kind, detail in _breaches(reply))
+
+
+def _breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
+    yield from _id_breaches(reply)
+    yield from _length_breaches(reply)
+    yield from _log_prob_breaches(reply)
+    if reply.choices != 1:
+        yield HoleKind.MANY_CHOICES, f"{reply.choices} choices, one is recorded"
+    if reply.finish not in FINISH_WORDS:
+        yield HoleKind.UNKNOWN_FINISH, f"the engine stopped for {reply.finish!r}"
+    elif reply.finish == "length" and reply.turn.stop is not StopReason.LENGTH:
+        yield HoleKind.UNKNOWN_FINISH, f"cut at its length, but told as {reply.turn.stop}"
+    if not reply.policy_version:
+        yield HoleKind.NO_POLICY_VERSION, "the engine did not say which policy sampled"
+
+
+def _id_breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
+    if not reply.prompt_ids:
+        yield HoleKind.MISSING_IDS, "no prompt ids"
+    if not reply.sampled_ids and reply.turn.usage.completion_tokens:
+        yield HoleKind.MISSING_IDS, f"no sampled ids for {reply.turn.usage.completion_tokens} tokens"
+    for name, ids in (("prompt", reply.prompt_ids), ("sampled", reply.sampled_ids)):
+        if ids and np.frombuffer(ids, dtype=np.int32).min() < 0:
+            yield HoleKind.MISSING_IDS, f"negative {name} id"
+
+
+def _length_breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
+    usage, sampled, priced = reply.turn.usage, len(reply.sampled_ids), len(reply.log_probs)
+    if sampled != priced:
+        yield HoleKind.LENGTH_MISMATCH, f"{sampled} sampled ids, {priced} log-probs"
+    if sampled and sampled != usage.completion_tokens:
+        yield HoleKind.LENGTH_MISMATCH, f"{sampled} sampled ids, usage says {usage.completion_tokens}"
+    if reply.prompt_ids and len(reply.prompt_ids) != usage.prompt_tokens:
+        yield HoleKind.LENGTH_MISMATCH, f"{len(reply.prompt_ids)} prompt ids, usage says {usage.prompt_tokens}"
+
+
+def _log_prob_breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
+    values = np.frombuffer(reply.log_probs, dtype=np.float32)
+    good = np.isfinite(values) & (values <= MAX_LOG_PROB) & (values > MIN_LOG_PROB)
+    if not good.all():
+        first = int(np.argmin(good))
+        yield HoleKind.BAD_LOG_PROB, f"{int((~good).sum())} log-probs, first {values[first]} at token {first}"
+
+
+class Ledger:
+    """All calls of one live session. A call is accepted once, in any order of arrival, and never after ``seal``."""
+
+    def __init__(self, session_id: str, log: SegmentLog | None = None) -> None:
+        self.session_id = session_id
+        self._log = log
+        self._records: dict[str, CallRecord] = {}
+        self._indices: set[int] = set()
+        self._delivered: set[str] = set()
+        self._superseded: set[str] = set()
+        self._holes: list[Hole] = []
+        self._sealed: SealedLedger | None = None
+        self._note(FrameKind.OPEN, session_id=session_id)
+
+    async def append(self, record: CallRecord) -> None:
+        """Commit one call; returns once it is durable. A cancelled caller does not undo a commit.
+
+        Raises:
+            CaptureError: after ``seal``, for a call or index already taken, or when the log could not write it (then
+                the ledger has a LOST_RECORD hole).
+        """
+        self._admit(record)
+        self._records[record.call_id] = record
+        self._indices.add(record.index)
+        if self._log is None:
+            return
+        try:
+            await self._log.write(record)
+        except CaptureError as error:
+            self._lose(record, error)
+            raise
+
+    def mark_delivered(self, call_id: str) -> None:
+        """The reply reached the client in full. Ignored after ``seal``: the verdict on the session is closed."""
+        if self._sealed is None and call_id not in self._delivered:
+            self._delivered.add(call_id)
+            self._note(FrameKind.DELIVERED, call_id=call_id)
+
+    def mark_superseded(self, call_id: str) -> None:
+        """The harness sampled the same request again after a full delivery."""
+        if self._sealed is None and call_id not in self._superseded:
+            self._superseded.add(call_id)
+            self._note(FrameKind.SUPERSEDED, call_id=call_id)
+
+    def mark_incomplete(self, hole: Hole) -> None:
+        """Something of the session was not captured. Ignored after ``seal``."""
+        if self._sealed is None:
+            self._holes.append(hole)
+            self._note(FrameKind.HOLE, kind=hole.kind, call_id=hole.call_id, detail=hole.detail)
+
+    def seal(self) -> SealedLedger:
+        """Close the session; the same ledger every time it is asked again."""
+        if self._sealed is None:
+            self._note(FrameKind.SEAL, records=len(self._records))
+            self._sealed = self._close()
+        return self._sealed
+
+    def _admit(self, record: CallRecord) -> None:
+        if self._sealed is not None:
+            raise CaptureError(f"call {record.call_id} came after session {self.session_id} was sealed")
+        if record.session_id != self.session_id:
+            raise CaptureError(f"call {record.call_id} belongs to session {record.session_id}, not {self.session_id}")
+        if record.call_id in self._records or record.index in self._indices:
+            raise CaptureError(f"call {record.call_id} (index {record.index}) was committed before")
+
+    def _lose(self, record: CallRecord, error: CaptureError) -> None:
+        if self._sealed is None:
+            self._records.pop(record.call_id, None)
+            self.mark_incomplete(Hole(HoleKind.LOST_RECORD, record.call_id, str(error)))
+
+    def _close(self) -> SealedLedger:
+        records = tuple(sorted(self._records.values(), key=lambda record: record.index))
+        failure = self._log.failure if self._log else None
+        if failure is not None and not self._holes:
+            self._holes.append(Hole(HoleKind.LOST_RECORD, None, str(failure)))
+        return SealedLedger(
+            session_id=self.session_id,
+            records=records,
+            delivered=frozenset(self._delivered),
+            superseded=frozenset(self._superseded),
+            holes=(*self._holes, *(hole for record in records for hole in record.holes)),
+        )
+
+    def _note(self, mark: FrameKind, /, **header: object) -> None:
+        if self._log is not None:
+            self._log.note(mark, **header)

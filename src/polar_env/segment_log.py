@@ -1,0 +1,352 @@
+"""The durable log of one session: append-only frames, token ids stored once, one fsync for all that wait.
+
+A file is a run of frames, each ``magic, kind, header length, body length, payload CRC, prefix CRC`` (little-endian),
+then a zlib-compressed JSON header and a body of raw little-endian arrays. A call stores the longest earlier call its
+prompt extends, and only the ids that are new. The session's key is never written.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+from polar_env.errors import CaptureError, boundary
+from polar_env.prefix import PrefixIndex
+from polar_env.types import (
+    AssistantTurn,
+    CallKind,
+    CallRecord,
+    Hole,
+    HoleKind,
+    Sampling,
+    SealedLedger,
+    StopReason,
+    ToolCall,
+    Usage,
+    WireApi,
+)
+
+FILE_NAME = "calls.log"
+MAGIC = b"PLR1"
+PREFIX = struct.Struct("<4sBIII")
+"""Magic, kind, header bytes, body bytes, CRC32 of header and body; a CRC32 of these 17 bytes follows."""
+PREFIX_SIZE = PREFIX.size + 4
+
+WRITERS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="segment-log")
+"""Threads that write and fsync, shared by all sessions of the process: a thousand idle logs cost no thread."""
+
+
+class FrameKind(IntEnum):
+    """What a frame says."""
+
+    OPEN = 1
+    CALL = 2
+    DELIVERED = 3
+    SUPERSEDED = 4
+    HOLE = 5
+    SEAL = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    kind: FrameKind
+    header: dict[str, Any]
+    body: bytes
+
+
+# --- frames -----------------------------------------------------------------------------------------------------
+
+
+def encode_frame(kind: FrameKind, header: dict[str, Any], body: bytes = b"") -> bytes:
+    """One frame as bytes. ``header`` is JSON; lone surrogates in model text survive (ASCII escapes)."""
+    packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode("ascii"), 6)
+    prefix = PREFIX.pack(MAGIC, kind, len(packed), len(body), zlib.crc32(body, zlib.crc32(packed)))
+    return b"".join((prefix, struct.pack("<I", zlib.crc32(prefix)), packed, body))
+
+
+def _decode_frame(data: bytes, at: int) -> tuple[Frame | None, int] | None:
+    """(frame or ``None`` when corrupt, offset after it); ``None`` when the file ends before the frame does."""
+    if len(data) - at < PREFIX_SIZE:
+        return None
+    prefix = data[at : at + PREFIX.size]
+    if zlib.crc32(prefix) != int.from_bytes(data[at + PREFIX.size : at + PREFIX_SIZE], "little"):
+        following = data.find(MAGIC, at + 1)
+        return None, following if following >= 0 else len(data)
+    _, kind, header_size, body_size, crc = PREFIX.unpack(prefix)
+    start, middle = at + PREFIX_SIZE, at + PREFIX_SIZE + header_size
+    end = middle + body_size
+    if end > len(data):
+        return None
+    if zlib.crc32(data[start:end]) != crc:
+        return None, end
+    return Frame(FrameKind(kind), json.loads(zlib.decompress(data[start:middle])), data[middle:end]), end
+
+
+def _frames(data: bytes) -> Iterator[Frame | None]:
+    """Frames in file order; ``None`` once for each corrupt stretch. A torn tail (SIGKILL, crash) just ends."""
+    at, broken = 0, False
+    while step := _decode_frame(data, at):
+        frame, at = step
+        if frame is not None or not broken:
+            yield frame
+        broken = frame is None
+
+
+# --- records ----------------------------------------------------------------------------------------------------
+
+
+def _little(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def _array(code: str, data: bytes) -> "array[Any]":
+    values: array[Any] = array(code)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _encode_call(record: CallRecord, parent: str | None, shared: int) -> bytes:
+    arrays = ("prompt_ids", "sampled_ids", "log_probs")
+    header = {
+        field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.name not in arrays
+    }
+    header |= {name: dataclasses.asdict(header[name]) for name in ("turn", "sampling", "asked")}
+    header["holes"] = [dataclasses.asdict(hole) for hole in record.holes]
+    header |= {"parent": parent, "shared": shared, "prompt": len(record.prompt_ids), "sampled": len(record.sampled_ids)}
+    body = (_little(record.prompt_ids[shared:]), _little(record.sampled_ids), _little(record.log_probs))
+    return encode_frame(FrameKind.CALL, header, b"".join(body))
+
+
+def _decode_turn(data: dict[str, Any]) -> AssistantTurn:
+    return AssistantTurn(
+        text=data["text"],
+        tool_calls=tuple(ToolCall(**call) for call in data["tool_calls"]),
+        stop=StopReason(data["stop"]),
+        usage=Usage(**data["usage"]),
+        reasoning=data["reasoning"],
+    )
+
+
+def _decode_hole(data: dict[str, Any]) -> Hole:
+    return Hole(HoleKind(data["kind"]), data["call_id"], data["detail"])
+
+
+def _decode_call(frame: Frame, inherited: "array[int]") -> CallRecord:
+    """``inherited``: the ids this prompt shares with its parent, in full."""
+    header = dict(frame.header)
+    header.pop("parent")
+    prompt, sampled = 4 * (header.pop("prompt") - header.pop("shared")), 4 * header.pop("sampled")
+    header["turn"] = _decode_turn(header["turn"])
+    header["sampling"], header["asked"] = Sampling(**header["sampling"]), Sampling(**header["asked"])
+    header["holes"] = tuple(_decode_hole(hole) for hole in header["holes"])
+    header["ignored"] = tuple(header["ignored"])
+    header["kind"], header["wire"] = CallKind(header["kind"]), WireApi(header["wire"])
+    return CallRecord(
+        **header,
+        prompt_ids=inherited + _array("i", frame.body[:prompt]),
+        sampled_ids=_array("i", frame.body[prompt : prompt + sampled]),
+        log_probs=_array("f", frame.body[prompt + sampled :]),
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+class SegmentLog:
+    """Append-only log of one session in ``directory``; use as ``async with SegmentLog(directory) as log``.
+
+    All methods are called from one event loop; writing and fsync happen on shared threads. What is queued while one
+    fsync runs shares the next one. After the first failed write the log takes nothing more: ``failure`` says why.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.failure: CaptureError | None = None
+        self._index = PrefixIndex()
+        self._lock, self._io = Lock(), Lock()
+        self._pending: list[tuple[bytes, asyncio.Future[None] | None]] = []
+        self._file, self._closed = -1, False
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        await asyncio.shield(self._loop.run_in_executor(WRITERS, self._close))
+
+    async def write(self, record: CallRecord) -> None:
+        """Store a call. Returns once it is on disk. Raises CaptureError when it is not."""
+        parent = self._index.longest(record.prompt_ids)
+        name, shared = (parent.name, len(parent)) if parent else (None, 0)
+        self._index.add(record.call_id, record.prompt_ids, record.sampled_ids)
+        durable: asyncio.Future[None] = self._loop.create_future()
+        self._put(_encode_call(record, name, shared), durable)
+        await asyncio.shield(durable)
+
+    def note(self, mark: FrameKind, /, **header: Any) -> None:
+        """Store a mark (opened, delivered, superseded, hole, sealed) without waiting for the disk.
+
+        A mark that comes after the log was closed is dropped: the live ledger still has it.
+        """
+        if not self._closed:
+            self._put(encode_frame(mark, header), None)
+
+    def _put(self, frame: bytes, waiter: asyncio.Future[None] | None) -> None:
+        if self._file < 0:
+            raise CaptureError(f"the log of session {self.directory.name} is not open: use it inside `async with`")
+        with self._lock:
+            self._pending.append((frame, waiter))
+            first = len(self._pending) == 1
+        if first:
+            WRITERS.submit(self._flush)
+
+    def _open(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self.directory / FILE_NAME, flags, 0o600)
+            used = os.fstat(self._file).st_size
+            _sync_directory(self.directory)
+        except OSError as error:
+            raise CaptureError(
+                f"opening the session log {self.directory}: {error}; free or change store.sessions"
+            ) from error
+        if used:
+            os.close(self._file)
+            raise CaptureError(f"{self.directory} already holds a session's log: every session needs its own directory")
+
+    def _flush(self) -> None:
+        with self._io:
+            with self._lock:
+                batch, self._pending = self._pending, []
+            if batch:
+                self._commit(b"".join(frame for frame, _ in batch))
+                self._answer([waiter for _, waiter in batch if waiter])
+
+    def _commit(self, data: bytes) -> None:
+        if self.failure is not None:
+            return
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except OSError as error:
+            self.failure = CaptureError(f"writing the session log failed: {error}; calls are no longer recorded")
+
+    def _answer(self, waiters: list[asyncio.Future[None]]) -> None:
+        if waiters and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_settle, waiters, self.failure)
+
+    def _close(self) -> None:
+        self._flush()
+        with self._io:
+            descriptor, self._file = self._file, -1
+            os.close(descriptor)
+
+
+def _settle(waiters: list[asyncio.Future[None]], failure: CaptureError | None) -> None:
+    for waiter in waiters:
+        if waiter.done():
+            continue
+        if failure is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(failure)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- rebuilding -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rebuilt:
+    """What has been read of a log so far."""
+
+    session_id: str
+    records: dict[str, CallRecord]
+    marks: dict[FrameKind, set[str]]
+    holes: list[Hole]
+
+    def take(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.OPEN:
+                self.session_id = frame.header["session_id"]
+            case FrameKind.CALL:
+                self._take_call(frame)
+            case FrameKind.DELIVERED | FrameKind.SUPERSEDED:
+                self.marks[frame.kind].add(frame.header["call_id"])
+            case FrameKind.HOLE:
+                self.holes.append(_decode_hole(frame.header))
+            case FrameKind.SEAL:
+                self._check_count(frame.header["records"])
+
+    def lose(self, call_id: str | None, why: str) -> None:
+        self.holes.append(Hole(HoleKind.LOST_RECORD, call_id, why))
+
+    def _take_call(self, frame: Frame) -> None:
+        call_id, parent = frame.header["call_id"], frame.header["parent"]
+        if parent is None:
+            self.records[call_id] = _decode_call(frame, array("i"))
+        elif base := self.records.get(parent):
+            self.records[call_id] = _decode_call(frame, base.prompt_ids + base.sampled_ids)
+        else:
+            self.lose(call_id, f"the log lost call {parent}, whose ids this call's prompt begins with")
+
+    def _check_count(self, sealed: int) -> None:
+        if sealed > len(self.records) and not self.holes:
+            self.lose(None, f"the session was sealed with {sealed} calls, the log holds {len(self.records)}")
+
+
+def rebuild(directory: Path) -> SealedLedger:
+    """Read a session's log back; arrays are bit-identical to what was appended.
+
+    A torn last frame (the process was killed while writing) is cut off cleanly. A frame that is corrupt is a
+    LOST_RECORD hole, and so is every call that needed it. A log without a seal mark gives what is there.
+
+    Raises:
+        CaptureError: there is no readable log in ``directory``.
+    """
+    state = _Rebuilt(directory.name, {}, {FrameKind.DELIVERED: set(), FrameKind.SUPERSEDED: set()}, [])
+    with boundary(CaptureError, f"reading the session log in {directory}"):
+        for frame in _frames((directory / FILE_NAME).read_bytes()):
+            if frame is None:
+                state.lose(None, "a frame of the session log is corrupt")
+            else:
+                state.take(frame)
+    records = tuple(sorted(state.records.values(), key=lambda record: record.index))
+    return SealedLedger(
+        session_id=state.session_id,
+        records=records,
+        delivered=frozenset(state.marks[FrameKind.DELIVERED]),
+        superseded=frozenset(state.marks[FrameKind.SUPERSEDED]),
+        holes=(*state.holes, *(hole for record in records for hole in record.holes)),
+    )
