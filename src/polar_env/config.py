@@ -5,10 +5,18 @@ Unknown keys are refused with the nearest known name. Every duration is in secon
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from polar_env.errors import ConfigError
@@ -155,6 +163,68 @@ def load(data: Mapping[str, Any]) -> PolarConfig:
         raise ConfigError("; ".join(lines)) from error
 
 
+def conf_dir() -> Path:
+    """The folder conf/: inside an installed package, at the root of a checkout. ConfigError if it is in neither."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError("conf/ is neither in the installed polar_env nor beside src/: reinstall, or name a config_dir")
+
+
+def override(key: str, value: object) -> str:
+    """One Hydra override with any text quoted: paths with spaces, commas or ``=`` stay one value."""
+    if isinstance(value, (list, tuple)):
+        items = [override("", item).removeprefix("=") for item in cast("Sequence[object]", value)]
+        return f"{key}=[{','.join(items)}]"
+    if isinstance(value, str | Path):
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
+        text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+        return f"{key}='{text}'"
+    return f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> PolarConfig:
+    """Compose conf/ with Hydra and validate the result.
+
+    Args:
+        overrides: Hydra's own syntax: ``engine=scripted`` picks conf/engine/scripted.yaml, ``proxy.max_calls=50`` sets
+            a value. A leading ``+`` or ``++`` is allowed and never needed.
+        config_dir: another folder laid out like conf/; relative paths are taken from the working directory.
+
+    Raises:
+        ConfigError: for an unknown key (with the nearest name), a value of the wrong type or a group file that is not
+            there.
+    """
+    folder = (config_dir or conf_dir()).expanduser().resolve()
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"no config.yaml in {folder}: name a folder laid out like polar_env's conf/")
+    groups = {path.name for path in folder.iterdir() if path.is_dir()}
+    try:
+        with _own_hydra(), initialize_config_dir(str(folder), version_base=None):
+            node = hydra_compose("config", overrides=[_settle(text, groups) for text in overrides])
+            data = OmegaConf.to_container(node, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    return load(cast("Mapping[str, Any]", data))
+
+
+def _settle(text: str, groups: set[str]) -> str:
+    """Let a value override through to our own validation, which knows the nearest name; Hydra picks group files."""
+    key = text.partition("=")[0]
+    return text if key.startswith(("+", "~")) or key.partition("@")[0] in groups else f"++{text}"
+
+
+@contextmanager
+def _own_hydra() -> Generator[None]:
+    """Set aside a Hydra that is already initialised (NeMo Gym's and NeMo-RL's entry points are Hydra apps)."""
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
 def environment(name: str, default: str = "") -> str:
     """The one place the process environment is read."""
     return os.environ.get(name, default)
@@ -175,3 +245,8 @@ def child_environment(*prefixes: str) -> dict[str, str]:
     )
     also = ("http_proxy", "https_proxy", "no_proxy", "NO_PROXY")
     return {k: v for k, v in os.environ.items() if k in keep or k in also or k.startswith(wanted)}
+
+
+def export(name: str, value: str) -> None:
+    """Set a variable for this process and the processes it starts."""
+    os.environ[name] = value

@@ -4,7 +4,7 @@ The first real error of a rollout is kept and outranks the harness's exit code. 
 nobody compares strings to learn what happened.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from polar_env.types import Outcome
@@ -69,7 +69,7 @@ class BadRequest(PolarError):  # noqa: N818 - the wire's own name for it
 
 
 @contextmanager
-def boundary(kind: type[PolarError], doing: str) -> Iterator[None]:
+def boundary(kind: type[PolarError], doing: str) -> Generator[None]:
     """Name foreign failures (OSError, timeouts, ValueError) by the boundary they crossed.
 
     Args:
