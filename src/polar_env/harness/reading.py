@@ -1,0 +1,145 @@
+"""What every preset needs to read a harness: its event stream on stdout and the marks in its model requests.
+
+Both are foreign: a stream may be cut anywhere by a kill, and a line may be something the agent itself printed. Nothing
+here raises on any input.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard, cast
+
+from polar_env.types import CallKind, HarnessExit, Outcome
+
+TAIL_CHARS = 2000
+"""How much of a harness's own words an error keeps: enough for a stack trace's end, little enough for a table."""
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """True for a JSON object."""
+    return isinstance(value, dict)
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """``value`` when it is a JSON object, else an empty one."""
+    return value if is_object(value) else {}
+
+
+def items(value: object) -> list[Any]:
+    """``value`` when it is a JSON array, else an empty one."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def string(value: object) -> str:
+    """``value`` when it is text, else the empty string."""
+    return value if isinstance(value, str) else ""
+
+
+def json_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines of ``text``, in order; anything else is passed over."""
+    for line in text.split("\n"):
+        if line.lstrip().startswith("{"):
+            try:
+                value: object = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if is_object(value):
+                yield value
+
+
+def tail(text: str) -> str:
+    """The end of ``text``, at most TAIL_CHARS characters."""
+    text = text.strip()
+    return text if len(text) <= TAIL_CHARS else f"…{text[-TAIL_CHARS:]}"
+
+
+def died(name: str, exit: HarnessExit) -> str:
+    """Why there is nothing to read: exit code and last words."""
+    words = tail(exit.stderr) or tail(exit.stdout) or "no output"
+    return f"{name} ended with exit code {exit.code} and no final event; last words: {words}"
+
+
+def timeout(name: str, exit: HarnessExit) -> str:
+    """Detail of a run that was killed at its deadline."""
+    return f"{name} was killed at its deadline after {exit.seconds:.0f} s"
+
+
+OVERFLOW_WORDS = (
+    "prompt is too long",
+    "prompt_too_long",
+    "maximum context length",
+    "context_length_exceeded",
+    "ran out of room in the model's context window",
+    "input exceeds the context window",
+    "contextwindowexceeded",
+)
+"""How the wire APIs and the harnesses say that the context is full (design: harnesses §9, "context too long").
+
+They are foreign words without a code beside them; this is the only place where text decides an outcome.
+"""
+
+
+def failure(detail: str) -> Outcome:
+    """The outcome of a failure the harness put in words: overflow or any other error of the agent."""
+    lowered = detail.lower()
+    return Outcome.CONTEXT_OVERFLOW if any(words in lowered for words in OVERFLOW_WORDS) else Outcome.AGENT_ERROR
+
+
+# --- marks in a request -----------------------------------------------------------------------------------------
+
+
+def flat_text(content: object) -> str:
+    """Text of a message content in any wire API: a string, or parts that carry ``text``."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(string(mapping(part).get("text")) for part in items(content) if mapping(part).get("text"))
+
+
+def turns(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a request: Anthropic and Chat ``messages``, Responses ``input``, Gemini ``contents``."""
+    for key in ("messages", "input", "contents"):
+        found = [mapping(item) for item in items(body.get(key))]
+        if found:
+            return found
+    return []
+
+
+def system_text(body: Mapping[str, Any]) -> str:
+    """The system prompt, wherever the wire API keeps it."""
+    for key in ("system", "instructions"):
+        if text := flat_text(body.get(key)):
+            return text
+    if text := flat_text(mapping(body.get("systemInstruction")).get("parts")):
+        return text
+    for turn in turns(body)[:1]:
+        if turn.get("role") in ("system", "developer"):
+            return flat_text(turn.get("content"))
+    return ""
+
+
+def last_text(body: Mapping[str, Any]) -> str:
+    """The last text block of the last user message; empty when the conversation ends in anything else."""
+    for turn in turns(body)[-1:]:
+        if turn.get("role") != "user":
+            return ""
+        content: object = turn.get("content", turn.get("parts"))
+        if isinstance(content, str):
+            return content
+        return string(mapping(items(content)[-1]).get("text")) if items(content) else ""
+    return ""
+
+
+SYSTEM_MARKS: tuple[tuple[str, CallKind], ...] = (
+    ("You are a context summarization assistant", CallKind.COMPACTION),
+    ("You are a context summarization agent", CallKind.COMPACTION),
+    ("You are the component that summarizes a conversation", CallKind.COMPACTION),
+    ("You are a specialized system component responsible for distilling chat history", CallKind.COMPACTION),
+    ("You are a title generator", CallKind.SIDE),
+    ("You are a general-purpose subagent working for a parent agent", CallKind.SUB_AGENT),
+)
+"""First words of the system prompts that harnesses use for calls beside the main line (design: harnesses §10)."""
+
+
+def kind_by_system(body: Mapping[str, Any]) -> CallKind:
+    """The kind of a call told by the first words of its system prompt; AGENT when none of the marks is there."""
+    text = system_text(body).lstrip()
+    return next((kind for mark, kind in SYSTEM_MARKS if text.startswith(mark)), CallKind.AGENT)
