@@ -1,0 +1,308 @@
+"""One rollout's side of the proxy: which request is which call, what is sampled, recorded, limited, and how it ended.
+
+No sockets: ``server`` hands in decoded requests and carries attempts back to clients.
+
+What the harness is told, and why (statuses measured on the real CLIs):
+
+- over ``max_concurrent``: 429, always with Retry-After.
+- over ``max_calls``: 404, the one status after which Claude Code, Codex and mini-swe-agent all stop within seconds
+  (a 400 makes mini-swe-agent retry for minutes and Claude Code rewrite its request, a 401 makes Claude Code retry 10
+  times). ``ended`` is set as well, so a harness that carries on regardless can be killed.
+- engine failures: 503, which every harness retries. After ``MAX_FAILURES`` in a row the engine counts as dead:
+  ``ended`` is set, the outcome is engine_error, and the engine is left alone.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from polar_env.capture import Ledger, judge
+from polar_env.config import ProxyConfig
+from polar_env.engine import Engine
+from polar_env.engine import Session as EngineSession
+from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, PolarError, boundary
+from polar_env.proxy.attempts import Attempt, Refusal, TurnLimit, retry_key
+from polar_env.types import (
+    CallKind,
+    CallRecord,
+    Delta,
+    EngineReply,
+    Hole,
+    HoleKind,
+    ModelRequest,
+    Outcome,
+    Sampling,
+    SealedLedger,
+    StopReason,
+)
+
+MAX_FAILURES = 5
+"""Engine failures in a row, each on a request that came after the one before: a dead engine, not a blip."""
+
+BUSY_RETRY_AFTER = 1.0
+"""Seconds a harness is asked to wait when it has too many calls in flight."""
+
+Classify = Callable[[Mapping[str, str], Mapping[str, Any]], tuple[CallKind, str]]
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in a session, for metrics. Nothing here decides anything."""
+
+    joined: int = 0
+    """Requests that waited for a generation already in flight."""
+    replayed: int = 0
+    """Requests answered from the record of a reply that had not arrived."""
+    superseded: int = 0
+    """Calls the harness sampled again after it had their reply in full."""
+    undelivered: int = 0
+    """Committed calls whose reply has not reached a client in full."""
+    aborted: int = 0
+    """Generations stopped because nobody waited for them any more."""
+    failed: int = 0
+    """Generations the engine failed, overflow and busy included."""
+    rejected: Counter[int] = field(default_factory=Counter[int])
+    """HTTP error statuses answered before anything was sampled."""
+    ignored: Counter[str] = field(default_factory=Counter[str])
+    """Request fields nobody understood, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as the session needs it: decoded, classified, timed."""
+
+    request: ModelRequest
+    kind: CallKind
+    thread: str
+    digest: str
+    started: float
+
+
+def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
+    """What is sampled with, whatever the harness asks: the session's own policy, never above the proxy's cap."""
+    if sampling is None:
+        return Sampling(config.temperature, config.top_p, config.top_k, config.max_output_tokens)
+    return replace(sampling, max_tokens=min(config.max_output_tokens, sampling.max_tokens or config.max_output_tokens))
+
+
+class Session:
+    """One harness run as the proxy sees it. Made by ``ProxyServer.open``; ended by ``close``."""
+
+    def __init__(
+        self,
+        session_id: str,
+        ledger: Ledger,
+        engine: Engine,
+        engine_session: EngineSession,
+        classify: Classify,
+        sampling: Sampling,
+        config: ProxyConfig,
+        spawn: Spawn,
+        on_close: "Callable[[Session], None]" = lambda _: None,
+    ) -> None:
+        self.session_id = session_id
+        self.key = secrets.token_urlsafe(24)
+        self.engine = engine
+        self.sampling = sampling
+        self.calls = 0
+        """Logical calls committed: retries and replays are not counted, failures neither."""
+        self.usage = Counts()
+        self.first_call = asyncio.Event()
+        """Set by the first request that carries this session's key: the harness has started."""
+        self.ended = asyncio.Event()
+        """Set when the session is over for the harness, which may not know: kill it."""
+        self.closed = False
+        self._ledger = ledger
+        self._engine_session = engine_session
+        self._classify = classify
+        self._config = config
+        self._spawn = spawn
+        self._on_close = on_close
+        self._latest: dict[str, Attempt] = {}
+        self._running: set[Attempt] = set()
+        self._arrivals = 0
+        self._used = 0
+        self._failures = 0
+        self._failed_before = 0
+        self._trouble: PolarError | None = None
+        self._ending: PolarError | None = None
+        self._lost: PolarError | None = None
+
+    # --- how it went ---
+
+    @property
+    def first_error(self) -> PolarError | None:
+        """The failure behind ``outcome``. One the harness recovered from (a later call succeeded) is forgotten."""
+        return self._lost or self._ending or self._trouble
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the session ended or broke; ``None`` while it is fine. Meant to be read after the harness has exited."""
+        error = self.first_error
+        return error.outcome if error is not None else None
+
+    # --- requests ---
+
+    def call(self, request: ModelRequest, headers: Mapping[str, str], body: Mapping[str, Any], raw: bytes) -> Attempt:
+        """The attempt that answers this request: one in flight, one whose reply got lost, or a new one.
+
+        Raises Refusal: closed (410), over (404, 503), too many at once (429).
+        """
+        kind, thread = self._classify(headers, body)
+        key = retry_key(request.wire, thread, body)
+        earlier = self._latest.get(key)
+        if self.closed:
+            raise Refusal(410, "this session is closed")
+        if earlier is not None and earlier.running:
+            self.usage.joined += 1
+            return earlier
+        if earlier is not None and earlier.committed and not earlier.delivered:
+            self.usage.replayed += 1
+            return earlier
+        self._admit()
+        ask = Ask(request, kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
+        attempt = self._latest[key] = self._start(ask, earlier)
+        return attempt
+
+    def delivered(self, attempt: Attempt) -> None:
+        """The whole reply, terminal event included, was written to a connected client."""
+        if attempt.delivered:
+            return
+        attempt.delivered = True
+        if attempt.recorded:
+            self.usage.undelivered -= 1
+            self._ledger.mark_delivered(attempt.call_id)
+
+    async def close(self) -> SealedLedger:
+        """Refuse what comes, abort what runs, let commits finish, seal. Idempotent; safe to repeat after a cancel."""
+        self.closed = True
+        for attempt in tuple(self._running):
+            attempt.abort(Refusal(410, "this session is closed"))
+        while tasks := [attempt.task for attempt in self._running if attempt.task is not None]:
+            await asyncio.wait(tasks)
+        self._latest.clear()
+        self._on_close(self)
+        return self._ledger.seal()
+
+    def _admit(self) -> None:
+        if isinstance(self._ending, EngineError):
+            raise Refusal(503, "the model engine is down; this session is over")
+        if self._used >= self._config.max_calls or isinstance(self._ending, TurnLimit):
+            limit = TurnLimit(404, f"this session has used its {self._config.max_calls} model calls; stop here")
+            self._end(limit)
+            raise limit
+        if len(self._running) >= self._config.max_concurrent:
+            raise Refusal(429, "too many model calls at once in this session", retry_after=BUSY_RETRY_AFTER)
+
+    def _end(self, error: PolarError) -> None:
+        self._ending = self._ending or error
+        self.ended.set()
+
+    # --- generations ---
+
+    def _start(self, ask: Ask, earlier: Attempt | None) -> Attempt:
+        index = self._arrivals
+        self._arrivals += 1
+        self._used += 1
+        self.usage.ignored.update(ask.request.ignored)
+        attempt = Attempt(f"{self.session_id}-{index:04d}", index, self._config.retry_grace)
+        self._running.add(attempt)
+        attempt.task = self._spawn(self._run(attempt, ask, earlier))
+        attempt.task.add_done_callback(lambda _: self._finished(attempt))
+        return attempt
+
+    def _finished(self, attempt: Attempt) -> None:
+        self._running.discard(attempt)
+        attempt.fail(Refusal(503, "the proxy is shutting down"))  # cancelled from outside, perhaps before it ever ran
+
+    async def _run(self, attempt: Attempt, ask: Ask, earlier: Attempt | None) -> None:
+        try:
+            reply = await self._sample(attempt, ask.request)
+            attempt.reply(reply.turn)
+            await self._commit(attempt, ask, reply)
+            self._replace(earlier, attempt)
+        except asyncio.CancelledError:
+            self.usage.aborted += 1
+            raise
+        except PolarError as error:
+            self._failed(attempt, error)
+        except Exception as error:  # noqa: BLE001 - one call's bug must not end the other sessions of the task group
+            self._failed(attempt, EngineError(f"sampling {attempt.call_id}: {type(error).__name__}: {error}"))
+
+    async def _sample(self, attempt: Attempt, request: ModelRequest) -> EngineReply:
+        """Raises EngineError and its kin. Leaving early closes the engine's iterator, which aborts upstream."""
+        generation = self.engine.generate(request, self.sampling, self._engine_session)
+        async with aclosing(cast("AsyncGenerator[Delta | EngineReply]", generation)) as items:
+            async for item in items:
+                if isinstance(item, Delta):
+                    attempt.add(item)
+                elif item.turn.stop is StopReason.ABORT:
+                    raise EngineError("the engine aborted the generation")
+                else:
+                    return item
+        raise EngineError("the engine ended its stream without a reply")
+
+    async def _commit(self, attempt: Attempt, ask: Ask, reply: EngineReply) -> None:
+        """Record first, then let the reply go. A lost record is a hole of the session, never a lost answer."""
+        try:
+            with boundary(CaptureError, f"recording {attempt.call_id}"):
+                await self._ledger.append(self._record(attempt, ask, reply))
+        except CaptureError as error:
+            self._lost = self._lost or error
+            self._ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, attempt.call_id, str(error)))
+            attempt.commit(recorded=False)
+        else:
+            self.calls += 1
+            self.usage.undelivered += 1
+            attempt.commit(recorded=True)
+        if attempt.index >= self._failed_before:
+            self._failures, self._trouble = 0, None
+
+    def _record(self, attempt: Attempt, ask: Ask, reply: EngineReply) -> CallRecord:
+        return CallRecord(
+            call_id=attempt.call_id,
+            session_id=self.session_id,
+            index=attempt.index,
+            kind=ask.kind,
+            wire=ask.request.wire,
+            thread=ask.thread,
+            body_digest=ask.digest,
+            turn=reply.turn,
+            prompt_ids=reply.prompt_ids,
+            sampled_ids=reply.sampled_ids,
+            log_probs=reply.log_probs,
+            policy_version=reply.policy_version,
+            sampling=self.sampling,
+            asked=ask.request.asked,
+            message_count=len(ask.request.messages),
+            started=ask.started,
+            ended=time.time(),
+            holes=judge(attempt.call_id, reply),
+            ignored=ask.request.ignored,
+        )
+
+    def _replace(self, earlier: Attempt | None, attempt: Attempt) -> None:
+        """The harness had ``earlier`` in full and asked again: it threw that answer away."""
+        if earlier is not None and earlier.recorded and attempt.recorded:
+            self.usage.superseded += 1
+            self._ledger.mark_superseded(earlier.call_id)
+
+    def _failed(self, attempt: Attempt, error: PolarError) -> None:
+        self.usage.failed += 1
+        self._trouble = self._trouble or error
+        if not isinstance(error, EngineOverflow):
+            self._used -= 1  # only what was sampled, or could not be for the harness's own fault, uses up a call
+        new = attempt.index >= self._failed_before  # calls that were in flight together fail of one cause
+        self._failed_before = self._arrivals
+        if new and not isinstance(error, EngineOverflow | EngineBusy):
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                self._end(self._trouble)
+        attempt.fail(error)
