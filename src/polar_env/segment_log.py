@@ -148,8 +148,8 @@ def _decode_hole(data: dict[str, Any]) -> Hole:
     return Hole(HoleKind(data["kind"]), data["call_id"], data["detail"])
 
 
-def _decode_call(frame: Frame, inherited: "array[int]") -> CallRecord:
-    """``inherited``: the ids this prompt shares with its parent, in full."""
+def _decode_call(frame: Frame, prompt_ids: "array[int]") -> CallRecord:
+    """``prompt_ids``: what this prompt shares with its parent; grown in place, so that a long prompt is copied once."""
     header = dict(frame.header)
     header.pop("parent")
     prompt, sampled = 4 * (header.pop("prompt") - header.pop("shared")), 4 * header.pop("sampled")
@@ -158,9 +158,10 @@ def _decode_call(frame: Frame, inherited: "array[int]") -> CallRecord:
     header["holes"] = tuple(_decode_hole(hole) for hole in header["holes"])
     header["ignored"] = tuple(header["ignored"])
     header["kind"], header["wire"] = CallKind(header["kind"]), WireApi(header["wire"])
+    prompt_ids.extend(_array("i", frame.body[:prompt]))
     return CallRecord(
         **header,
-        prompt_ids=inherited + _array("i", frame.body[:prompt]),
+        prompt_ids=prompt_ids,
         sampled_ids=_array("i", frame.body[prompt : prompt + sampled]),
         log_probs=_array("f", frame.body[prompt + sampled :]),
     )

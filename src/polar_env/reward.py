@@ -1,0 +1,82 @@
+"""The one table: how a rollout ended, what the grader found, and whether the capture is whole -> reward. Pure.
+
+No infrastructure failure is ever a reward of 0 that trains: it is masked and carries its reason.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Protocol
+
+from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision, Verdict, VerdictStatus
+
+
+class Policy(Protocol):
+    """The part of ``config.RewardConfig`` that ``decide`` reads."""
+
+    @property
+    def train_timeouts(self) -> bool: ...
+
+
+class Ending(StrEnum):
+    """What an outcome says about the policy."""
+
+    FINISHED = "finished"
+    """The agent ended by itself: graded and trained."""
+    UNFINISHED = "unfinished"
+    """The agent exhausted a budget it was given, or broke: graded, trained if ``train_timeouts``."""
+    INFRASTRUCTURE = "infrastructure"
+    """Not the policy's doing: masked."""
+
+
+ENDINGS: Mapping[Outcome, Ending] = {
+    Outcome.COMPLETED: Ending.FINISHED,
+    Outcome.AGENT_ERROR: Ending.UNFINISHED,
+    Outcome.AGENT_TIMEOUT: Ending.UNFINISHED,
+    Outcome.TURN_LIMIT: Ending.UNFINISHED,
+    Outcome.CONTEXT_OVERFLOW: Ending.UNFINISHED,
+    **dict.fromkeys(INFRASTRUCTURE, Ending.INFRASTRUCTURE),
+}
+
+REWARDS: Mapping[VerdictStatus, float | None] = {
+    VerdictStatus.RESOLVED: 1.0,
+    VerdictStatus.UNRESOLVED: 0.0,
+    VerdictStatus.EMPTY_PATCH: 0.0,
+    VerdictStatus.PATCH_FAILED: 0.0,
+    VerdictStatus.TESTS_TIMED_OUT: 0.0,
+    VerdictStatus.REFUSED: 0.0,
+    VerdictStatus.ERROR: None,
+}
+"""Reward of a finding; ``None``: the grader failed, so nothing is known. 0.0 and 1.0 only: both are exact in
+binary, so equal rewards of a group give advantages of exactly 0 (NeMo-RL rule 15)."""
+
+
+def decide(outcome: Outcome, verdict: Verdict | None, complete: bool, config: Policy) -> RewardDecision:
+    """The reward of a rollout, and whether it may train. A masked rollout has reward 0.0 whatever was found: trainers
+    that average over masked rows see one value (the finding stays in the verdict).
+
+    Args:
+        outcome: how the rollout ended.
+        verdict: the grader's finding; ``None`` when nothing was graded.
+        complete: ``SealedLedger.complete``: every call was captured exactly.
+        config: ``config.RewardConfig``.
+    """
+    reason = _masked_because(outcome, verdict, complete, config)
+    if reason or verdict is None:
+        return RewardDecision(reward=0.0, masked=True, reason=reason)
+    return RewardDecision(reward=REWARDS[verdict.status] or 0.0, masked=False)
+
+
+def _masked_because(outcome: Outcome, verdict: Verdict | None, complete: bool, config: Policy) -> str:
+    """Why the rollout must not train; empty when it may. The first reason that holds is told."""
+    ending = ENDINGS[outcome]
+    if ending is Ending.INFRASTRUCTURE:
+        return f"infrastructure: {outcome}"
+    if not complete:
+        return "the capture is incomplete"
+    if verdict is None:
+        return "nothing was graded"
+    if REWARDS[verdict.status] is None:
+        return f"the grader failed: {verdict.detail}".rstrip(": ")
+    if ending is Ending.UNFINISHED and not config.train_timeouts:
+        return f"train_timeouts is off: {outcome}"
+    return ""

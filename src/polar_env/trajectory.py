@@ -1,0 +1,162 @@
+"""Records -> prefix DAG -> chains: what a session sampled, as contiguous sequences of ids. Pure.
+
+Each call's parent is the longest earlier call whose prompt+sampled ids its prompt strictly extends. The calls that
+train form a forest; every leaf gives one chain, its path from the root. A call that lies on several paths is trained
+in one of them and is context (``trained=False``) in the others, so each sampled token trains exactly once.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Protocol
+
+from polar_env.prefix import PrefixIndex
+from polar_env.types import CallKind, CallRecord, Chain, ChainTurn, SealedLedger, Trajectory
+
+
+class Policy(Protocol):
+    """The part of ``config.TrajectoryConfig`` that ``build`` reads."""
+
+    @property
+    def delivery(self) -> str: ...
+    @property
+    def trained_kinds(self) -> tuple[CallKind, ...]: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Join(StrEnum):
+    """How a call's prompt relates to the calls before it."""
+
+    EXACT = "exact"
+    """It strictly extends an earlier call's prompt+sampled ids."""
+    NEW_CHAIN = "new_chain"
+    """It extends none: the first call, a compaction, a sub-agent of its own, an edited history."""
+
+
+Path = tuple[CallRecord, ...]
+"""Calls from a root to a leaf, each strictly extending the one before."""
+
+
+def build(ledger: SealedLedger, config: Policy) -> Trajectory:
+    """Chains of everything the session sampled; the order of ``ledger.records`` does not matter.
+
+    The sum of ``trainable_tokens`` over the chains equals ``sampled_tokens``: the tokens of every delivered, valid,
+    not superseded call of a trained kind. Calls left out are named in ``left_out`` with the reason.
+    """
+    records = sorted(ledger.records, key=lambda record: record.index)
+    holed = frozenset(hole.call_id for hole in ledger.holes)
+    left_out = {record.call_id: why for record in records if (why := _exclusion(record, ledger, holed, config))}
+    calls = [record for record in records if record.call_id not in left_out]
+    parents = _parents(calls)
+    paths = _paths(calls, parents)
+    main = _main_path(calls, paths)
+    chains = _chains(_by_priority(paths, main, config.delivery))
+    return Trajectory(
+        chains=chains,
+        delivered=_deliver(chains, main, ledger.session_id, config),
+        sampled_tokens=sum(len(record.sampled_ids) for record in calls),
+        left_out=left_out,
+    )
+
+
+def trim(chain: Chain, max_tokens: int) -> tuple[Chain, bool]:
+    """Cut ``chain`` after a whole call to at most ``max_tokens`` ids in all (NeMo-RL rule 10).
+
+    Returns the chain and whether anything was cut. No turn is left when even the first call is too long.
+    """
+    kept = tuple(turn for turn in chain.turns if len(turn.prompt_ids) + len(turn.sampled_ids) <= max_tokens)
+    return replace(chain, turns=kept), len(kept) < len(chain.turns)
+
+
+def joins(ledger: SealedLedger) -> Mapping[Join, int]:
+    """How often a delivered call continued an earlier one exactly, and how often it began anew."""
+    calls = [record for record in ledger.records if record.call_id in ledger.delivered]
+    parents = _parents(sorted(calls, key=lambda record: record.index))
+    counts = Counter(Join.NEW_CHAIN if parent is None else Join.EXACT for parent in parents.values())
+    return {join: counts[join] for join in Join}
+
+
+def _exclusion(record: CallRecord, ledger: SealedLedger, holed: frozenset[str | None], config: Policy) -> str | None:
+    """Why a call does not train, ``None`` when it does."""
+    if record.holes or record.call_id in holed:
+        return "hole"
+    if record.call_id not in ledger.delivered:
+        return "undelivered"
+    if record.call_id in ledger.superseded:
+        return "superseded"
+    if record.kind not in config.trained_kinds:
+        return f"kind: {record.kind}"
+    return None if record.sampled_ids else "empty generation"
+
+
+def _parents(calls: Sequence[CallRecord]) -> dict[str, str | None]:
+    """call_id -> the call it continues. ``calls`` in order of ``index``; only earlier calls can be parents."""
+    index, parents = PrefixIndex(), dict[str, str | None]()
+    for call in calls:
+        found = index.longest(call.prompt_ids, call.thread)
+        parents[call.call_id] = found.name if found else None
+        index.add(call.call_id, call.prompt_ids, call.sampled_ids, call.thread)
+    return parents
+
+
+def _paths(calls: Sequence[CallRecord], parents: Mapping[str, str | None]) -> list[Path]:
+    """One path per leaf of the forest, in order of the leaves."""
+    lines = dict[str, Path]()
+    for call in calls:
+        parent = parents[call.call_id]
+        lines[call.call_id] = (*(lines[parent] if parent else ()), call)
+    inner = set(parents.values())
+    return [line for name, line in lines.items() if name not in inner]
+
+
+def _main_path(calls: Iterable[CallRecord], paths: Sequence[Path]) -> Path | None:
+    """The path the harness finished on: it holds the last agent call of the main thread (else the last call)."""
+    known = list(calls)
+    last = [call for call in known if call.kind is CallKind.AGENT and not call.thread] or known
+    if not last:
+        return None
+    holding = [path for path in paths if any(call is last[-1] for call in path)]
+    return max(holding, key=lambda path: (path[-1] is last[-1], _weight(path), -path[-1].index))
+
+
+def _weight(path: Path) -> int:
+    return sum(len(call.sampled_ids) for call in path)
+
+
+def _by_priority(paths: Sequence[Path], main: Path | None, delivery: str) -> list[Path]:
+    """Who owns shared calls: the path to deliver first, then the one that sampled most."""
+    first = main if delivery != "longest" else None
+    return sorted(paths, key=lambda path: (path is not first, -_weight(path), path[-1].index))
+
+
+def _chains(paths: Iterable[Path]) -> tuple[Chain, ...]:
+    """Paths in order of ownership -> chains in order of the first call each owns."""
+    owned, chains = set[str](), list[tuple[int, Chain]]()
+    for path in paths:
+        fresh = [call for call in path if call.call_id not in owned]
+        context = path[: len(path) - len(fresh)]
+        turns = tuple(_turn(call, trained=call.call_id not in owned) for call in path)
+        owned.update(call.call_id for call in fresh)
+        branch = context[-1].call_id if context else None
+        chains.append((fresh[0].index, Chain(turns, fresh[0].kind, fresh[0].thread, branch)))
+    return tuple(chain for _, chain in sorted(chains, key=lambda item: item[0]))
+
+
+def _turn(call: CallRecord, *, trained: bool) -> ChainTurn:
+    return ChainTurn(call.call_id, call.prompt_ids, call.sampled_ids, call.log_probs, trained)
+
+
+def _deliver(chains: Sequence[Chain], main: Path | None, session_id: str, config: Policy) -> int | None:
+    """The chain a trainer that takes one row per rollout gets."""
+    if main is None:
+        return None
+    weights = [chain.trainable_tokens for chain in chains]
+    if config.delivery == "longest":
+        return weights.index(max(weights))
+    if config.delivery == "sample":
+        draw = random.Random(f"{config.seed}:{session_id}")  # noqa: S311 - reproducible, nothing to keep secret
+        return draw.choices(range(len(chains)), weights)[0]
+    return next(i for i, chain in enumerate(chains) if chain.turns[-1].call_id == main[-1].call_id)
