@@ -1,0 +1,85 @@
+"""Reinforcement learning on unmodified agent harnesses. This docstring is the map; a test holds it to the tree.
+
+::
+
+    conf/*.yaml -> config
+                     |
+     harness --HTTP--> proxy --CallRecord--> capture --sealed ledger--> trajectory --+
+        ^                |                                                           v
+     sandbox             +-- engine (vLLM, scripted)            grade --> reward --> gym
+
+A rollout is one pass through this line; nothing flows back. ``rollout`` is the only composer, ``gym`` the only door to
+NeMo Gym, and the command line goes through the same two.
+
+    src/polar_env/
+      types.py               facts that cross rooms: CallRecord, Trajectory, Verdict, Outcome; frozen
+      errors.py              failures, named by the boundary they crossed
+      config.py              one frozen model per conf/ group; the only reader of the environment
+      capture.py             the capture contract and the ledger: each call judged, appended once, sealed
+      segment_log.py         the ledger's durable file: append-only frames, ids stored once
+      prefix.py              which earlier call does a prompt continue? Exact ids, whole arrays. Pure
+      trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
+      reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
+      rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
+      workers.py             (planned) rollouts spread over Ray actors
+      demo.py                the main job: a group per harness through NeMo Gym, and its table
+      cli.py                 polar demo | rollout | check | config | gym-root
+      testing.py             (planned) shipped fakes and conformance checks
+      proxy/                 model calls in, committed call records out
+        sse.py               server-sent events: any chunking of bytes gives the same events
+        render.py            what the wire APIs share: content, JSON text, the order of a streamed turn
+        anthropic.py         Anthropic Messages
+        chat.py              OpenAI Chat Completions
+        responses.py         OpenAI Responses
+        responses_stream.py  output items of a Responses answer, and the events that stream them
+        attempts.py          one generation and the requests waiting for it: joined, replayed, held back
+        session.py           one rollout's calls: retries, limits, records, the end
+        server.py            moves bytes between aiohttp and sessions, decides nothing
+      engine/                where a prompt becomes sampled tokens
+        vllm.py              (planned) vLLM over HTTP: exact ids and log-probs, streamed
+        scripted.py          policies in Python behind a real tokenizer and chat template
+        scripts.py           what those policies say: fix, give up, do half
+        patches.py           unified diffs as values, for the scripts
+        tokenizer.py         tokenizer and template from a folder: messages and tools in, ids out
+      harness/               real agent CLIs as values: install, launch, read
+        install.py           pinned versions from the registry, once per store
+        reading.py           event streams and request marks
+        claude_code.py       Claude Code
+        codex.py             Codex CLI
+        pi.py                Pi
+        mini_swe_agent.py    mini-swe-agent
+        shell.py             any other command
+      sandbox/               where a harness and a test run happen
+        bubblewrap.py        NeMo Gym sandbox provider: no daemon, no image, no root
+        bubble.py            ?
+        sandbox.py           any NeMo Gym provider behind one handle
+        root.py              the root filesystem as bubblewrap arguments
+        trees.py             host folders shown copy-on-write, and their removal
+        netns.py             the proxy's listener inside the sandbox's own network namespace
+        enter.py             the helper that joins a sandbox's namespaces
+        process.py           runs that helper: bytes in, capped bytes out
+        cgroups.py           memory and processor limits
+        seccomp.py           the system-call filter
+      tasks/                 a dataset row becomes a repository, an environment, an instruction
+        rows.py              rows from parquet, JSONL, the hub, or our own
+        embedded_rows.py     tasks of our own, in the same row form
+        prepare.py           once per task, cached, shared by its group
+        sources.py           repository trees: sdist, git mirror, embedded
+        registry.py          sdists from the package registry, checked
+        environment.py       the task's Python environment with pinned packages
+        pythons.py           the interpreter those pins were made for
+        process.py           build steps as child processes
+      grade/                 what the harness left behind becomes a verdict
+        patch.py             (planned) the change, extracted against a pristine git directory, and judged
+        swebench.py          (planned) the official evaluation in a fresh sandbox
+        report.py            (planned) the worker process around the swebench package
+      gym/                   the only door to NeMo Gym
+        environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
+        rows.py              (planned) a rollout as the row NeMo-RL takes
+        contract.py          (planned) NeMo-RL's rules for a row, as a gate
+        resources_server.py  the resources server `polar`
+        agent.py             the agent `polar_agent`
+        environment_server.py  the relay Gym 0.7 asks for
+        launch.py            start NeMo Gym with polar in it, collect rollouts
+        root/                the folders in which Gym looks for servers: shims and their configuration
+"""
