@@ -1,0 +1,196 @@
+"""One running bubblewrap sandbox: commands, files, listener and kill, all by joining its namespaces."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
+from typing import Any
+
+from polar_env.errors import SandboxError
+from polar_env.sandbox import ExecResult, Overlay, cgroups, netns, process, root, seccomp, trees
+
+_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x02000000
+"""CLONE_NEWUSER, NEWNS, NEWPID, NEWIPC, NEWUTS, NEWCGROUP (linux/sched.h)."""
+_MOUNTS = 0x00020000  # CLONE_NEWNS
+FILE_TIMEOUT = 120.0
+"""Seconds one file transfer may take."""
+OUTPUT_LIMIT = 16 * 1024 * 1024
+_KILLED = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What of the host a sandbox shows, and how writes are kept."""
+
+    overlays: tuple[Overlay, ...] = ()
+    read_only: tuple[tuple[str, str], ...] = ()
+    network: bool = False
+    workdir: str = "/"
+
+
+@dataclass(slots=True)
+class Bubble:
+    """One running sandbox. Made by ``BubblewrapProvider.create``; ``close`` is idempotent and leaves nothing behind."""
+
+    env: dict[str, str]
+    layout: Layout
+    groups: cgroups.Cgroups
+    scratch: Path | None
+    hold: int = -1
+    """Write end of init's standard input: closing it ends the sandbox."""
+    init: asyncio.subprocess.Process | None = None
+    pidfd: int = -1
+    pid: int = 0
+    _serial: int = 0
+    _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def flags(self) -> int:
+        return _NAMESPACES if self.layout.network else _NAMESPACES | netns.CLONE_NEWNET
+
+    @property
+    def running(self) -> bool:
+        return self.pidfd >= 0 and self.init is not None and self.init.returncode is None
+
+    def _spec(self, do: str, **more: Any) -> dict[str, Any]:
+        if not self.running:
+            raise SandboxError("the sandbox is closed, or its init has died")
+        common = {"do": do, "pidfd": self.pidfd, "flags": self.flags, "cgroups": self.groups.procs}
+        return {**common, **more}
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout: float,  # noqa: ASYNC109 - a budget that yields a result (timed_out), not an exception
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """See ``polar_env.sandbox.sandbox.Sandbox.exec``."""
+        self._serial += 1
+        mark = self._serial
+        spec = self._spec(
+            "exec",
+            argv=list(argv),
+            env={**self.env, **(env or {})},
+            cwd=cwd or self.layout.workdir,
+            filter=seccomp.program().hex(),
+            mark=mark,
+        )
+
+        async def stop() -> None:
+            await self._helper(self._spec("kill", mark=mark))
+
+        result = await process.run(spec, stdin=stdin, timeout=timeout, output_limit=output_limit, stop=stop)
+        if result.code in (None, _KILLED) and not result.timed_out and await asyncio.to_thread(self._died):
+            raise SandboxError("the sandbox died while a command ran in it: its init was killed")
+        return result
+
+    def _died(self) -> bool:
+        """Waits a moment, because a pid namespace kills its members before its init is seen to be dead."""
+        return self.pidfd < 0 or trees.wait_pidfd(self.pidfd, 0.2)
+
+    async def _helper(self, spec: Mapping[str, Any], stdin: bytes | None = None, limit: int = 65536) -> bytes:
+        async def stop() -> None:
+            raise SandboxError(f"{spec['do']} took over {FILE_TIMEOUT:.0f} s in the sandbox")
+
+        result = await process.run(spec, stdin=stdin, timeout=FILE_TIMEOUT, output_limit=limit, stop=stop)
+        if result.code != 0:
+            detail = result.stderr.decode("utf-8", "replace").strip() or f"ended with {result.code}"
+            raise SandboxError(f"{spec['do']} {spec.get('path', '')} in the sandbox: {detail}")
+        return result.stdout
+
+    def _absolute(self, path: str) -> str:
+        return os.path.normpath(os.path.join(self.layout.workdir, path))  # noqa: PTH118 - a path of another filesystem
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        await self._helper(self._spec("write", path=self._absolute(path), mode=mode), stdin=data)
+
+    async def read(self, path: str) -> bytes:
+        return await self._helper(self._spec("read", path=self._absolute(path)), limit=1 << 40)
+
+    async def kill(self) -> None:
+        """Kill every process but init; files stay. A helper that an agent managed to shoot is sent again."""
+        for attempt in range(3):
+            try:
+                await self._helper(self._spec("kill"))
+            except SandboxError:
+                if attempt == 2 or not self.running:
+                    raise
+            else:
+                return
+
+    async def seal(self) -> None:
+        """Take the host's device nodes from an agent that has root's uid outside; nothing to do for others."""
+        if os.geteuid() == 0:
+            spec = {**self._spec("seal", paths=root.DEVICES), "flags": _MOUNTS, "cgroups": ()}
+            await self._helper(spec)
+
+    def listener(self, port: int) -> socket:
+        if self.layout.network:
+            raise SandboxError("a sandbox on the host's network has no loopback of its own to listen on")
+        spec = self._spec("listen", port=port)
+        try:
+            namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return netns.listen_at(namespace, port)
+            finally:
+                os.close(namespace)
+        except PermissionError:
+            return _listen_by_helper(spec)
+        except OSError as error:
+            raise SandboxError(f"cannot listen on port {port} inside the sandbox: {error.strerror}") from error
+
+    def end(self) -> None:
+        """Kill the whole process tree now; the kernel does it, so nothing can be cancelled in between."""
+        if self.hold >= 0:
+            os.close(self.hold)
+            self.hold = -1
+        with suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            elif self.init is not None and self.init.returncode is None:
+                self.init.kill()
+
+    async def close(self) -> None:
+        self.end()
+        await asyncio.shield(self._remove())
+
+    async def _remove(self) -> None:
+        async with self._closing:
+            if self.init is not None:
+                await self.init.wait()
+            if self.pidfd >= 0:
+                os.close(self.pidfd)
+                self.pidfd = -1
+            await asyncio.to_thread(self.groups.remove)
+            self.groups = cgroups.Cgroups()
+            if self.scratch is not None:
+                await asyncio.to_thread(trees.remove, self.scratch)
+                self.scratch = None
+
+
+def _listen_by_helper(spec: Mapping[str, Any]) -> socket:
+    """Without privilege: a helper joins the user namespace first, and passes the socket back."""
+    ours, theirs = socketpair(AF_UNIX, SOCK_STREAM)
+    status, writer = os.pipe()
+    with ExitStack() as stack, ours, theirs, os.fdopen(status, "rb") as answer:
+        spec_fd = process.memory_file(stack, "spec", json.dumps({**spec, "channel": theirs.fileno()}).encode())
+        passed = (spec_fd, writer, spec["pidfd"], theirs.fileno())
+        try:
+            subprocess.run(process.helper_argv(spec_fd, writer), pass_fds=passed, env=process.helper_env(), check=False)
+        finally:
+            os.close(writer)
+        told: dict[str, Any] = json.loads(answer.read() or b'{"error": "the helper died"}')
+        if "error" in told:
+            raise SandboxError(f"cannot listen on port {spec['port']} inside the sandbox: {told['error']}")
+        _, fds, _, _ = recv_fds(ours, 16, 1)
+        return socket(fileno=fds[0])

@@ -1,0 +1,214 @@
+"""Run as a script in a fresh interpreter: join a running sandbox's namespaces and do one thing there.
+
+``python -I -S enter.py SPEC_FD STATUS_FD`` reads a JSON spec from SPEC_FD and writes one JSON line to STATUS_FD:
+``{"code": n}`` when the thing was done, ``{"error": text}`` when the sandbox could not be entered. It is a process of
+its own because joining a user namespace needs a single thread, and standard library only because it starts in 15 ms.
+
+Until it becomes the command, this process is not dumpable: the agent may have our host uid, and /proc/PID/exe or
+/proc/PID/fd of a process that walks in from the host would hand it host files (the runc break-out, CVE-2019-5736).
+"""
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+from typing import Any, cast
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 38, 22, 24
+_SECCOMP_MODE_FILTER = 2
+_SEALED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2)
+"""MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID (linux/mount.h)."""
+_LAST_CAPABILITY = 63
+MARK = 10
+"""RLIMIT_LOCKS: Linux has ignored it since 2.4.25 and children inherit it, so its value names the exec a process came
+from, however it re-parented itself."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, *values: int | ctypes.c_void_p) -> None:
+    if _libc.prctl(option, *[v if isinstance(v, ctypes.c_void_p) else ctypes.c_ulong(v) for v in values]):
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def enter(pidfd: int, flags: int) -> None:
+    """Join the namespaces ``flags`` names of the process behind ``pidfd``; a pid namespace holds for children only."""
+    os.get_exec_path({"PATH": ""})  # imports what execvpe needs while our library is still in sight
+    _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if os.geteuid() == 0:
+        os.setgroups([])
+    if _libc.setns(pidfd, flags):
+        code = ctypes.get_errno()
+        raise OSError(code, f"setns: {os.strerror(code)}")
+
+
+def restrict(filter_hex: str) -> None:
+    """Give up capabilities, new privileges and the refused system calls, for good."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        try:
+            _prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        except OSError:
+            break
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    code = bytes.fromhex(filter_hex)
+    if code:
+        held = ctypes.create_string_buffer(code, len(code))
+        fprog = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(held)))
+        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.cast(fprog, ctypes.c_void_p), 0, 0)
+
+
+def become(spec: dict[str, Any]) -> int:
+    """Replace this process by the command; returns a shell's exit code when that cannot be done."""
+    try:
+        os.chdir(spec["cwd"])
+        restrict(spec["filter"])
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
+    except OSError as error:
+        where = spec["cwd"] if isinstance(error.filename, str) and error.filename == spec["cwd"] else spec["argv"][0]
+        os.write(2, f"{where}: {os.strerror(error.errno or 0)}\n".encode("utf-8", "surrogateescape"))
+        return 127 if error.errno == errno.ENOENT else 126
+
+
+def write(spec: dict[str, Any]) -> int:
+    """Standard input becomes the file; parents are made."""
+    path = spec["path"]
+    os.makedirs(os.path.dirname(path) or "/", exist_ok=True)  # noqa: PTH103, PTH120 - pathlib doubles the start-up time
+    with open(path, "wb") as out:  # noqa: PTH123
+        while chunk := os.read(0, 1 << 20):
+            out.write(chunk)
+        os.fchmod(out.fileno(), spec["mode"])
+    return 0
+
+
+def read(spec: dict[str, Any]) -> int:
+    """The file goes to standard output. Anything but a regular file is refused: a FIFO would hang the caller."""
+    fd = os.open(spec["path"], os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with open(1, "wb", closefd=False) as out:
+        while chunk := os.read(fd, 1 << 20):
+            out.write(chunk)
+    return 0
+
+
+def _alive(pid: int, mark: int | None) -> bool:
+    """Is ``pid`` a living process (of the marked exec, when ``mark`` is given)?"""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            state = file.read().rpartition(b")")[2].split()[0]
+        if state in (b"Z", b"X") or mark is None:
+            return state not in (b"Z", b"X")
+        return resource.prlimit(pid, MARK)[1] == mark
+    except (OSError, IndexError):
+        return False
+
+
+def _targets(mark: int | None) -> list[int]:
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208
+    return [pid for pid in pids if pid not in (1, os.getpid()) and _alive(pid, mark)]
+
+
+def kill(spec: dict[str, Any]) -> int:
+    """SIGKILL every process but init (of one exec only, when ``mark`` is set), and wait for their deaths."""
+    mark = spec.get("mark")
+    if mark is None:
+        try:
+            os.kill(-1, signal.SIGKILL)  # one sweep under the kernel's lock: a fork bomb cannot outrun it
+        except ProcessLookupError:
+            return 0
+    while pids := _targets(mark):
+        for pid in pids:
+            _end(pid)
+    return 0
+
+
+def _end(pid: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    poll.poll(5000)
+    os.close(fd)
+
+
+def listen(spec: dict[str, Any]) -> int:
+    """Make a listening socket in the network namespace and hand it over the socket on ``channel``."""
+    with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as server:
+        channel = socket.socket(fileno=os.dup(spec["channel"]))
+        socket.send_fds(channel, [b"socket"], [server.fileno()])
+    return 0
+
+
+def seal(spec: dict[str, Any]) -> int:
+    """Make single mounts read-only, keeping devices usable: bubblewrap's own --remount-ro would add nodev.
+
+    Only root needs and may do it: the agent then owns the host's /dev/null, and could change its mode.
+    """
+    for path in spec["paths"]:
+        if _libc.mount(None, path.encode(), None, _SEALED, None):
+            raise OSError(ctypes.get_errno(), f"remount {path}")
+    return 0
+
+
+_THINGS = {"exec": become, "write": write, "read": read, "kill": kill}
+_WITHOUT_FORK = {"listen": listen, "seal": seal}
+"""What needs no place in the pid namespace."""
+
+
+def _child(spec: dict[str, Any], groups: list[int]) -> int:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    for group in groups:
+        os.write(group, b"0")
+    os.setsid()
+    if mark := spec.get("mark") if spec["do"] == "exec" else None:
+        resource.setrlimit(MARK, (mark, mark))
+    try:
+        return _THINGS[spec["do"]](spec)
+    except OSError as error:
+        os.write(2, f"{error}\n".encode("utf-8", "surrogateescape"))
+        return 1
+
+
+def _inside(spec: dict[str, Any]) -> int:
+    """Fork into the pid namespace, wait, and give a shell's exit code (128 + signal)."""
+    groups = [os.open(path, os.O_WRONLY) for path in spec["cgroups"]]
+    enter(spec["pidfd"], spec["flags"])
+    if spec["do"] in _WITHOUT_FORK:
+        return _WITHOUT_FORK[spec["do"]](spec)
+    child = os.fork()
+    if child == 0:
+        code = 126
+        try:
+            code = _child(spec, groups)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def main(spec_fd: int, status_fd: int) -> None:
+    with open(spec_fd, encoding="utf-8") as file:
+        spec = cast("dict[str, Any]", json.load(file))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_inheritable(status_fd, False)
+    os.set_inheritable(spec["pidfd"], False)
+    try:
+        answer: dict[str, Any] = {"code": _inside(spec)}
+    except OSError as error:
+        answer = {"error": str(error)}
+    os.write(status_fd, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,111 @@
+"""The sandbox's root filesystem as bubblewrap arguments: the host's /usr, an /etc of our own, no data."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+UID = 1000
+"""The agent's user and group id inside; outside it is whoever runs us, so copy-on-write files stay writable."""
+
+HOME = "/home/agent"
+HOSTNAME = "polar"
+
+_ETC = {
+    "passwd": f"root:x:0:0:root:/root:/bin/bash\nagent:x:{UID}:{UID}:agent:{HOME}:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
+    "group": f"root:x:0:\nagent:x:{UID}:\nnogroup:x:65534:\n",
+    "hosts": f"127.0.0.1 localhost {HOSTNAME}\n::1 localhost {HOSTNAME}\n",
+    "hostname": f"{HOSTNAME}\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\nservices: files\nprotocols: files\n",
+    "resolv.conf": "",
+}
+_FROM_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf",
+              "ca-certificates", "ca-certificates.conf", "pki/tls/certs", "pki/ca-trust/extracted", "protocols",
+              "services", "mime.types")  # fmt: skip
+# In a user namespace our own uid stays the owner of the kernel's files: what root could write or read is covered.
+_PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "mtrr")
+_PROC_HIDDEN = ("kcore", "keys", "key-users", "kmsg", "timer_list", "sched_debug", "config.gz", "kallsyms", "iomem",
+                "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "pagetypeinfo", "cmdline",
+                "vmallocinfo")  # fmt: skip
+_PROC_EMPTY = ("acpi", "scsi", "asound", "dynamic_debug")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+"""The host's device nodes that a sandbox shows."""
+
+ENVIRONMENT: Mapping[str, str] = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    "HOME": HOME,
+    "USER": "agent",
+    "LOGNAME": "agent",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TERM": "dumb",
+    "TMPDIR": "/tmp",  # noqa: S108 - the sandbox's own
+}
+"""What every command starts from: fixed, nothing of the host's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemFile:
+    """A file whose content bubblewrap copies from a memory descriptor."""
+
+    fd: int
+    target: str
+
+
+def etc_files(network: bool) -> tuple[MemFile, ...]:
+    """Memory descriptors of our /etc; the caller closes them. With ``network`` the host resolves names."""
+    files: list[MemFile] = []
+    for name, text in _ETC.items():
+        if network and name in ("resolv.conf", "hosts"):
+            continue
+        fd = os.memfd_create(f"etc-{name}")
+        os.write(fd, text.encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        files.append(MemFile(fd, f"/etc/{name}"))
+    return tuple(files)
+
+
+def namespaces(network: bool) -> list[str]:
+    shared = [] if network else ["--unshare-net"]
+    return ["--unshare-user", "--uid", str(UID), "--gid", str(UID), "--disable-userns", "--unshare-pid",
+            "--unshare-ipc", "--unshare-uts", "--unshare-cgroup", *shared, "--hostname", HOSTNAME,
+            "--die-with-parent", "--new-session", "--as-pid-1"]  # fmt: skip
+
+
+def _top() -> list[str]:
+    """/usr and the top-level links into it, laid out as the host's; /usr/local is the host's own business."""
+    args = ["--ro-bind", "/usr", "/usr", "--tmpfs", "/usr/local"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            args += ["--symlink", os.fspath(path.readlink()), os.fspath(path)]
+        elif path.is_dir():
+            args += ["--ro-bind", os.fspath(path), os.fspath(path)]
+    return args
+
+
+def _kernel() -> list[str]:
+    args = ["--proc", "/proc", "--dev", "/dev"]
+    for name in _PROC_READ_ONLY:
+        args += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for name in _PROC_HIDDEN:
+        if Path("/proc", name).exists():
+            args += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    for name in _PROC_EMPTY:
+        if Path("/proc", name).is_dir():
+            args += ["--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
+    return args
+
+
+def root_args(etc: tuple[MemFile, ...], network: bool) -> list[str]:
+    """Everything but the box's own mounts."""
+    args = [*_top(), *_kernel(), "--perms", "1777", "--tmpfs", "/tmp", "--dir", HOME]  # noqa: S108 - the sandbox's own
+    args += ["--perms", "1777", "--dir", "/var/tmp", "--dir", "/run", "--dir", "/etc"]  # noqa: S108
+    for file in etc:
+        args += ["--perms", "0644", "--file", str(file.fd), file.target]
+    names = (*_FROM_HOST, "resolv.conf", "hosts") if network else _FROM_HOST
+    for name in names:
+        args += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return args

@@ -1,0 +1,224 @@
+"""Open any NeMo Gym sandbox provider behind one handle.
+
+bubblewrap (ours) does everything natively. Of other providers we use the Gym protocol (exec, upload, download); what
+it lacks (argv, bytes, standard input, kill) is done with shell quoting and files, and the listener only where the
+container's processes are on this machine (docker).
+"""
+
+import asyncio
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any, Protocol
+from uuid import uuid4
+
+from nemo_gym.sandbox import SandboxHandle, SandboxProvider, SandboxResources, SandboxSpec, create_provider
+
+from polar_env.config import SandboxConfig, child_environment
+from polar_env.errors import SandboxError, boundary
+from polar_env.sandbox import Box, ExecResult, netns
+from polar_env.sandbox.bubble import OUTPUT_LIMIT
+from polar_env.sandbox.bubblewrap import BubblewrapProvider, bubble_of
+
+
+class Sandbox(Protocol):
+    """A running sandbox. Every method raises SandboxError when the sandbox itself fails."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout: float,  # noqa: ASYNC109
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """Run a command to its end. ``env`` is added to the box's; ``cwd`` defaults to its workdir; no ``stdin`` is an
+        empty one. After ``timeout`` seconds its process tree is killed and what it printed comes back with ``code``
+        None. Each stream keeps its first ``output_limit`` bytes. A command that does not exist gives 127, death by
+        signal n gives 128 + n.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file; parent directories are made."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """Read a regular file. Raises SandboxError when there is none."""
+        ...
+
+    async def kill(self) -> None:
+        """Kill every process of the agent and keep the filesystem."""
+        ...
+
+    def listener(self, port: int) -> socket:
+        """A TCP socket listening on 127.0.0.1:``port`` of the sandbox's own network, served from this process."""
+        ...
+
+
+@asynccontextmanager
+async def open_sandbox(box: Box, config: SandboxConfig) -> AsyncGenerator[Sandbox]:
+    """Make a sandbox; at the end its process tree is killed and everything of it is removed.
+
+    Raises:
+        SandboxError: when it cannot be made, with the provider's own reason.
+    """
+    with boundary(SandboxError, f"starting the {config.provider} sandbox"):
+        provider = create_provider({config.provider: _options(box, config)})
+        spec = _spec(box, config)
+        handle = await provider.create(spec)
+    try:
+        if isinstance(provider, BubblewrapProvider):
+            yield bubble_of(handle)
+        else:
+            foreign = Foreign(provider, handle, box.workdir)
+            await foreign.remember()
+            yield foreign
+    finally:
+        await asyncio.shield(_close(provider, handle))
+
+
+async def _close(provider: SandboxProvider, handle: SandboxHandle) -> None:
+    with boundary(SandboxError, f"closing the {provider.name} sandbox"):
+        await provider.close(handle)
+        await provider.aclose()
+
+
+def _options(box: Box, config: SandboxConfig) -> dict[str, Any]:
+    """Provider options; docker gets no network unless the box or the configuration says otherwise."""
+    options = dict(config.provider_options)
+    if config.provider == "docker" and not box.network:
+        options["create"] = {"network": "none", **dict(options.get("create") or {})}
+    return options
+
+
+def _spec(box: Box, config: SandboxConfig) -> SandboxSpec:
+    limits = SandboxResources(
+        cpu=box.cpus if box.cpus is not None else config.cpus,
+        memory_mib=box.memory_mib if box.memory_mib is not None else config.memory_mib,
+    )
+    common: dict[str, Any] = {"workdir": box.workdir, "env": dict(box.env), "resources": limits}
+    if config.provider == "bubblewrap":
+        shown: dict[str, Any] = {
+            "overlays": [(os.fspath(o.source), o.target) for o in box.overlays],
+            "read_only": [(os.fspath(source), target) for source, target in box.read_only],
+            "network": box.network,
+        }
+        return SandboxSpec(image=box.image or None, provider_options=shown, **common)
+    if box.overlays:
+        raise SandboxError(
+            f"provider {config.provider!r} cannot show host directories copy-on-write; use the bubblewrap provider, or "
+            "tasks whose image holds the repository"
+        )
+    binds = [f"{os.fspath(source)}:{target}:ro" for source, target in box.read_only]
+    if binds and config.provider not in ("docker", "apptainer"):
+        raise SandboxError(f"provider {config.provider!r} shows no host directories; bake the harness into the image")
+    key = {"docker": "volumes", "apptainer": "binds"}.get(config.provider, "")
+    return SandboxSpec(image=box.image or None, provider_options={key: binds} if binds else {}, **common)
+
+
+@dataclass(slots=True)
+class Foreign:
+    """A sandbox of a provider that is not ours, through the Gym protocol alone."""
+
+    provider: SandboxProvider
+    handle: SandboxHandle
+    workdir: str
+    _first: frozenset[str] = frozenset()
+    """Processes that were there before any command: the container's own, which kill() spares."""
+    _scratch: str = field(default_factory=lambda: f"/tmp/.polar-{uuid4().hex[:8]}")  # noqa: S108 - in the sandbox
+
+    async def _shell(self, command: str, limit: float = 120.0) -> str:
+        with boundary(SandboxError, f"running a command in the {self.provider.name} sandbox"):
+            result = await self.provider.exec(self.handle, command, cwd="/", timeout_s=limit)
+        if result.error_type or result.return_code != 0:
+            why = result.stderr or result.error_type or result.return_code
+            raise SandboxError(f"{self.provider.name} sandbox: {why}")
+        return result.stdout or ""
+
+    async def remember(self) -> None:
+        listed = await self._shell(f"mkdir -p {self._scratch}; cd /proc && echo [0-9]*")
+        self._first = frozenset(listed.split())
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout: float,  # noqa: ASYNC109
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """See ``Sandbox.exec``. Output goes through files, because the Gym protocol carries text only."""
+        name, started = f"{self._scratch}/{uuid4().hex[:8]}", time.monotonic()
+        await self.write(f"{name}.in", stdin or b"")
+        # head ends the pipe's reader at the limit; cat drains the rest so the command never blocks or dies of SIGPIPE
+        cap = f"{{ head -c {output_limit} > {name}.%s; cat > /dev/null; }}"
+        inner = f"( {shlex.join(argv)} < {name}.in; echo $? > {name}.code )"
+        command = f"( {inner} 2>&1 1>&3 | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
+        with boundary(SandboxError, f"running {argv[0]} in the {self.provider.name} sandbox"):
+            result = await self.provider.exec(
+                self.handle, command, cwd=cwd or self.workdir, env=dict(env or {}), timeout_s=timeout
+            )
+        timed_out = result.error_type == "timeout"
+        if result.error_type and not timed_out:
+            raise SandboxError(f"{self.provider.name} sandbox: {result.stderr or result.error_type}")
+        if timed_out:
+            await self.kill()
+        out, err = [await self.read(f"{name}.{kind}") for kind in ("out", "err")]
+        code = None if timed_out else int(await self.read(f"{name}.code"))
+        await self._shell(f"rm -f {name}.*")
+        return ExecResult(code, out, err, timed_out, time.monotonic() - started)
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        await self._shell(f"mkdir -p -- {shlex.quote(os.path.dirname(path) or '/')}")  # noqa: PTH120 - a sandbox path
+        with tempfile.TemporaryDirectory(prefix="polar-up-") as folder:
+            local = Path(folder, "file")
+            await asyncio.to_thread(local.write_bytes, data)
+            with boundary(SandboxError, f"writing {path} in the {self.provider.name} sandbox"):
+                await self.provider.upload_file(self.handle, local, path)
+        await self._shell(f"chmod {mode:o} -- {shlex.quote(path)}")
+
+    async def read(self, path: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="polar-down-") as folder:
+            local = Path(folder, "file")
+            with boundary(SandboxError, f"reading {path} in the {self.provider.name} sandbox"):
+                await self.provider.download_file(self.handle, path, local)
+                return await asyncio.to_thread(local.read_bytes)
+
+    async def kill(self) -> None:
+        spared = " ".join(sorted(self._first))
+        await self._shell(
+            f'cd /proc; for round in 1 2 3; do for pid in [0-9]*; do case \' {spared} \'"$$ " in *" $pid "*) ;; '
+            "*) kill -9 $pid 2>/dev/null;; esac; done; done; true"
+        )
+
+    def listener(self, port: int) -> socket:
+        """Docker containers without a network of their own (``create.network: none``) on this machine."""
+        if self.provider.name != "docker":
+            raise SandboxError(
+                f"provider {self.provider.name!r} gives no way into the sandbox's network; use bubblewrap, or "
+                "docker on this machine"
+            )
+        return netns.listen_in(docker_pid(str(self.handle.raw.name)), port)
+
+
+def docker_pid(container: str) -> int:
+    """Host pid of a container's first process. Raises SandboxError when docker does not know it."""
+    command = ["docker", "inspect", "-f", "{{.State.Pid}}", container]
+    with boundary(SandboxError, f"asking docker for the process of {container}"):
+        env = child_environment("DOCKER_")
+        pid = int(subprocess.run(command, capture_output=True, check=True, timeout=30, env=env).stdout)
+    if pid <= 0:
+        raise SandboxError(f"container {container} is not running")
+    return pid
