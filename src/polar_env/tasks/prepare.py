@@ -1,0 +1,186 @@
+"""Prepare a task once: repository and environment under the store, shared by its group and by every process.
+
+Layout: ``store/tasks/<task_id>-<digest>/{repo,env,git,prepared.json}``. It is built beside its place under a file
+lock and renamed into it, so a directory of that name is always whole; the digest covers everything that shapes it.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import SandboxConfig
+from polar_env.errors import ConfigError, SandboxError, boundary
+from polar_env.tasks import ENV_PREFIX, Prepared, Task
+from polar_env.tasks.embedded_rows import tree_digest
+from polar_env.tasks.environment import ENV_VARS, EnvRecipe, build_environment
+from polar_env.tasks.pythons import find_python
+from polar_env.tasks.sources import git, make_repository
+
+FORMAT = 1
+"""Raised when this code lays out or builds a prepared task differently: old ones are then left alone and rebuilt."""
+
+LOCK_POLL = 0.2
+"""Seconds between tries of another process's lock: flock has no event, and a blocked thread cannot be cancelled."""
+
+IMAGE_PROVIDERS: Mapping[str, frozenset[str]] = {
+    "image": frozenset({"docker", "apptainer", "daytona", "opensandbox", "ecs_fargate", "enroot"}),
+    "sif": frozenset({"apptainer", "singularity"}),
+}
+
+
+async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepared:
+    """The task ready to run; the first caller builds it (seconds to a minute), every other one gets it from disk.
+
+    Raises:
+        ConfigError: the task's source cannot be used here, and what would make it usable.
+        SandboxError: fetching or building failed; nothing half-made is left.
+    """
+    kind = str(task.source.get("kind", ""))
+    if kind in IMAGE_PROVIDERS:
+        return _from_image(task, kind, sandbox)
+    if kind not in ("sdist", "git", "embedded"):
+        raise ConfigError(f"{task.task_id}: source kind {kind!r} is unknown; use sdist, git, embedded, image or sif")
+    recipe = _recipe(task)
+    store = _absolute(store)
+    place = store / "tasks" / f"{_safe(task.task_id)}-{_digest(recipe)}"
+    if not await asyncio.to_thread(_whole, place):
+        async with _locked(place.with_name(place.name + ".lock")):
+            if not await asyncio.to_thread(_whole, place):
+                await _build(recipe, place, store)
+    return await asyncio.to_thread(_read, task, place)
+
+
+def _absolute(store: Path) -> Path:
+    return store.expanduser().absolute()
+
+
+def _from_image(task: Task, kind: str, sandbox: SandboxConfig) -> Prepared:
+    image = str(task.source.get("path" if kind == "sif" else "image") or task.row.get("image") or "")
+    if not image:
+        raise ConfigError(f"{task.task_id}: a source of kind {kind} needs {'path' if kind == 'sif' else 'image'!r}")
+    if sandbox.provider == "bubblewrap" or (kind == "sif" and sandbox.provider not in IMAGE_PROVIDERS["sif"]):
+        raise ConfigError(
+            f"{task.task_id} comes as {image}, which the {sandbox.provider} sandbox cannot run. Either set "
+            f"sandbox.provider to one that can ({', '.join(sorted(IMAGE_PROVIDERS[kind]))}), or give the row a "
+            'polar_source {"kind": "git", "mirror": PATH, "python": "3.9", "requirements": [...]}, or choose one of '
+            "the instances that are made from their sdist (polar_env/tasks/sdist_instances.json)"
+        )
+    return Prepared(task, str(task.row["base_commit"]), repo=None, env=None, git_dir=None, image=image)
+
+
+def _recipe(task: Task) -> dict[str, Any]:
+    """Everything that shapes the prepared task, as plain JSON."""
+    source = dict(task.source)
+    minor = str(source.get("python") or f"{sys.version_info.major}.{sys.version_info.minor}")
+    recipe = {"format": FORMAT, "source": source, "python": minor, "base_commit": str(task.row["base_commit"])}
+    if source["kind"] == "embedded":
+        recipe["tree"] = tree_digest(str(source["path"]))
+    return recipe
+
+
+async def _build(recipe: Mapping[str, Any], place: Path, store: Path) -> None:
+    source: Mapping[str, Any] = recipe["source"]
+    python = await find_python(recipe["python"])
+    await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)  # one whose interpreter has gone
+    with boundary(SandboxError, f"making room under {store}"):
+        work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        repo, env = work / "repo", work / "env"
+        for folder in (work, repo, env):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o755)
+        head = await make_repository(source, recipe["base_commit"], repo, store)
+        wanted = EnvRecipe(
+            tuple(source.get("requirements", ())), str(source.get("pip", "")), str(source.get("install", ""))
+        )
+        await build_environment(wanted, python, repo, env)
+        if dirty := await git(repo, "status", "--porcelain"):
+            raise SandboxError(f"installing the project changed tracked or new files in its tree: {dirty[:300]}")
+        facts = {"base_commit": head, "mounts": [[str(host), inside] for host, inside in python.mounts]}
+        facts["python"] = python.version
+        await asyncio.to_thread(_publish, work, place, facts | {"recipe": dict(recipe)})
+    finally:
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
+
+
+def _publish(work: Path, place: Path, facts: Mapping[str, Any]) -> None:
+    shutil.copytree(work / "repo" / ".git", work / "git")
+    (work / "prepared.json").write_text(json.dumps(facts, indent=1, sort_keys=True), "utf-8")
+    work.rename(place)
+
+
+def _read(task: Task, place: Path) -> Prepared:
+    with boundary(SandboxError, f"reading the prepared task in {place}; delete that directory to build it again"):
+        facts = json.loads((place / "prepared.json").read_text("utf-8"))
+        mounts = tuple((Path(host), inside) for host, inside in facts["mounts"])
+    return Prepared(
+        task=task,
+        base_commit=facts["base_commit"],
+        repo=place / "repo",
+        env=place / "env",
+        git_dir=place / "git",
+        mounts=mounts,
+        eval_rewrites=eval_rewrites(task, facts["base_commit"]),
+        env_vars=ENV_VARS,
+    )
+
+
+def eval_rewrites(task: Task, head: str) -> tuple[tuple[str, str], ...]:
+    """Replacements, in order, that point an official eval script (conda in an image) at our environment."""
+    activate = f'export VIRTUAL_ENV={ENV_PREFIX} PATH="{ENV_PREFIX}/bin:$PATH"'
+    recipe: list[list[str]] = task.source.get("rewrites", [])
+    return (
+        (str(task.row["base_commit"]), head),
+        ("source /opt/miniconda3/bin/activate", activate),
+        ("conda activate testbed", ":"),
+        *((old, new) for old, new in recipe),
+    )
+
+
+def _whole(place: Path) -> bool:
+    """True when the task is there and the interpreter its environment points at still is."""
+    try:
+        facts = json.loads((place / "prepared.json").read_text("utf-8"))
+        return all(Path(host).is_dir() for host, _ in facts["mounts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@asynccontextmanager
+async def _locked(path: Path) -> AsyncGenerator[None]:
+    """Hold ``path`` exclusively between all processes; the kernel lets go when its holder dies."""
+    with boundary(SandboxError, f"locking {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while not _try_lock(handle):  # noqa: ASYNC110 - see LOCK_POLL
+            await asyncio.sleep(LOCK_POLL)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _digest(recipe: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _safe(task_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", task_id)

@@ -1,0 +1,244 @@
+"""Dataset rows -> tasks. Rows are SWE-bench's v5 schema, from wherever the user has them; the repository ships none.
+
+``data`` is a parquet or JSONL file, a folder of them, ``hub:<dataset name>[:split]``, ``embedded`` or ``""`` (the
+folder named by POLAR_SWEBENCH_DATA, else the embedded tasks).
+"""
+
+import difflib
+import gzip
+import importlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pyarrow.parquet as parquet
+
+from polar_env.config import environment
+from polar_env.errors import ConfigError
+from polar_env.tasks import WORKDIR, Task
+from polar_env.tasks.embedded_rows import embedded_rows
+from polar_env.tasks.sources import sdist_table
+
+_LOG = logging.getLogger(__name__)
+
+DATA_VARIABLE = "POLAR_SWEBENCH_DATA"
+
+_TEXT_FIELDS = (
+    "instance_id",
+    "repo",
+    "version",
+    "base_commit",
+    "patch",
+    "test_patch",
+    "problem_statement",
+    "eval_script",
+    "log_parser",
+    "eval_type",
+)
+_MAY_BE_EMPTY = frozenset({"patch", "test_patch", "version"})
+_LIST_FIELDS = ("FAIL_TO_PASS", "PASS_TO_PASS")
+_EVAL_TYPES = ("pass_and_fail", "fail_only")
+_SOURCE_KINDS = ("sdist", "git", "embedded", "image", "sif")
+_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rows come from. ``detail`` is one sentence for the screen: what, and why that."""
+
+    kind: Literal["files", "hub", "embedded"]
+    detail: str
+    paths: tuple[Path, ...] = ()
+    dataset: str = ""
+    split: str = "test"
+
+
+def resolve(data: str) -> Source:
+    """Which rows ``data`` means. Raises ConfigError when it names nothing readable."""
+    if data == "embedded":
+        return Source("embedded", "the embedded tasks, as asked")
+    if data.startswith("hub:"):
+        name, _, split = data.removeprefix("hub:").partition(":")
+        split = split or "test"
+        return Source("hub", f"{name} ({split}) from the Hugging Face hub", dataset=name, split=split)
+    if data:
+        return _files(data, data)
+    if folder := environment(DATA_VARIABLE):
+        return _files(folder, f"{folder} ({DATA_VARIABLE})")
+    return Source("embedded", f"the embedded tasks: no data was given and {DATA_VARIABLE} is not set")
+
+
+def load(data: str, ids: Sequence[str] = ()) -> tuple[Task, ...]:
+    """The tasks that ``data`` holds, in its order; with ``ids``, those tasks in the order asked for.
+
+    Raises:
+        ConfigError: a row cannot be used (names row, field and fix), an id is unknown (names its neighbours), or the
+            source cannot be read.
+    """
+    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for where, row in _read(resolve(data)):
+        name = row.get("instance_id")
+        # The same instance in two files (Verified and Lite) is one task: the first file wins.
+        rows.setdefault(name if isinstance(name, str) and name else where, (where, row))
+    unknown = [wanted for wanted in ids if wanted not in rows]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], rows, n=3) or sorted(rows)[:3]
+        raise ConfigError(f"no task {unknown[0]!r} among {len(rows)}; the nearest ids are {', '.join(near)}")
+    if ids:
+        return tuple(task_of(rows[name][1], rows[name][0]) for name in dict.fromkeys(ids))
+    return tuple(task_of(row, where) for where, row in rows.values() if not _proves_nothing(row, where))
+
+
+def _proves_nothing(row: Mapping[str, Any], where: str) -> bool:
+    """True for a row without FAIL_TO_PASS: the official report resolves every patch on it (Multilingual has one)."""
+    if row.get("FAIL_TO_PASS") not in ("[]", []):
+        return False
+    _LOG.warning("%s (%s) left out: its FAIL_TO_PASS is empty, so every patch would count", where, row["instance_id"])
+    return True
+
+
+def task_of(row: Mapping[str, Any], where: str = "row") -> Task:
+    """One validated task. ``where`` names the row in errors. Raises ConfigError."""
+    clean = _validated(row, where)
+    return Task(str(clean["instance_id"]), instruction(clean), clean, _source_of(clean, where))
+
+
+def instruction(row: Mapping[str, Any]) -> str:
+    """What the agent is asked. The same for every rollout of a task: no dates, ids or host paths in it."""
+    return (
+        f"The git repository in {WORKDIR} has the problem described below. Change its source code so that the problem "
+        "is solved.\n\n"
+        f"<issue>\n{str(row['problem_statement']).strip()}\n</issue>\n\n"
+        "What counts:\n"
+        f"- Work in {WORKDIR}. `python` there is the project's own environment with everything installed; there is no "
+        "network.\n"
+        "- Fix the cause in the project's code, completely and for the general case, not only for the example given.\n"
+        "- Leave existing tests and test configuration as they are. Hidden tests decide, and they replace test files.\n"
+        "- Check your change by running the relevant tests or a small script; delete scripts you made for that.\n"
+        "- Leave the change in the working tree. There is nothing to commit or to submit.\n"
+    )
+
+
+def _files(data: str, shown: str) -> Source:
+    path = Path(data).expanduser()
+    if path.is_file() and path.name.endswith(_SUFFIXES):
+        return Source("files", f"rows of {shown}", paths=(path,))
+    if path.is_dir():
+        names = [p for p in sorted(path.iterdir()) if p.name.endswith(_SUFFIXES) and _holds_rows(p)]
+        # Verified first: it is the best checked, and the first file wins where an instance is in two.
+        found = tuple(sorted(names, key=lambda p: "Verified" not in p.name))
+        if found:
+            return Source("files", f"rows of {', '.join(p.name for p in found)} in {shown}", paths=found)
+    raise ConfigError(
+        f"no rows at {shown}: give a .parquet, .jsonl or .jsonl.gz file, a folder that holds one, "
+        "hub:<dataset name>, or embedded"
+    )
+
+
+def _holds_rows(path: Path) -> bool:
+    """False for the other records a folder may hold (indexes, logs): they have no problem statement."""
+    if path.suffix == ".parquet":
+        return "problem_statement" in parquet.read_schema(path).names
+    return any("problem_statement" in row for _, row in islice(_jsonl(path), 1))
+
+
+def _read(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, row) pairs."""
+    if source.kind == "embedded":
+        yield from ((str(row["instance_id"]), row) for row in embedded_rows())
+    elif source.kind == "hub":
+        yield from _hub(source)
+    else:
+        for path in source.paths:
+            yield from _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        rows = cast("list[dict[str, Any]]", parquet.read_table(path).to_pylist())
+    except (OSError, ValueError) as error:  # Arrow's own errors are kinds of these
+        raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{path.name} row {number}", row
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path.name} line {number}", _object(line, f"{path.name} line {number}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as JSONL: {error}") from error
+
+
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error}); JSONL has one object a line") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: a {type(value).__name__}, not an object; JSONL has one object a line")
+    return cast("dict[str, Any]", value)
+
+
+def _hub(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        hub = importlib.import_module("datasets")
+        table: Iterable[Mapping[str, Any]] = hub.load_dataset(source.dataset, split=source.split)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{source.detail}: {type(error).__name__}: {error}. Without access to the hub, download the parquet file "
+            f"elsewhere and name it with --data PATH or {DATA_VARIABLE}, or use --data embedded"
+        ) from error
+    for number, row in enumerate(table):
+        yield f"{source.dataset} row {number}", dict(row)
+
+
+def _validated(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name = row.get("instance_id")
+    where = f"{where} ({name})" if isinstance(name, str) and name and name not in where else where
+    clean = {"image": ""} | dict(row)
+    for field in _TEXT_FIELDS:
+        if field not in row:
+            near = difflib.get_close_matches(field, row, n=1)
+            hint = f"is it called {near[0]!r}?" if near else "rows of SWE-bench before v5 lack it: take the v5 dataset"
+            raise ConfigError(f"{where}: field {field!r} is missing; {hint}")
+        value = row[field]
+        if not isinstance(value, str) or (not value.strip() and field not in _MAY_BE_EMPTY):
+            raise ConfigError(f"{where}: field {field!r} must be a non-empty text, not {value!r:.60}")
+    for field in _LIST_FIELDS:
+        clean[field] = _test_list(row, field, where)
+    if row["eval_type"] not in _EVAL_TYPES:
+        raise ConfigError(f"{where}: field 'eval_type' must be one of {', '.join(_EVAL_TYPES)}")
+    if not clean["FAIL_TO_PASS"]:
+        raise ConfigError(f"{where}: field 'FAIL_TO_PASS' is empty: every patch would be resolved; leave the row out")
+    return clean
+
+
+def _test_list(row: Mapping[str, Any], field: str, where: str) -> list[str]:
+    """Test ids, given as a list or as the JSON text of one (both are in circulation)."""
+    value = row.get(field)
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in cast("list[object]", value)):
+        raise ConfigError(f"{where}: field {field!r} must be a list of test ids, or the JSON text of one")
+    return cast("list[str]", value)
+
+
+def _source_of(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The row's own ``polar_source``, else our sdist recipe for the instance, else its image."""
+    own = row.get("polar_source")
+    if own is None:
+        return sdist_table().get(str(row["instance_id"])) or {"kind": "image", "image": str(row.get("image") or "")}
+    own = json.loads(own) if isinstance(own, str) and own.startswith("{") else own
+    if not isinstance(own, dict) or cast("dict[str, Any]", own).get("kind") not in _SOURCE_KINDS:
+        kinds = ", ".join(_SOURCE_KINDS)
+        raise ConfigError(f"{where}: polar_source must be a mapping whose 'kind' is one of {kinds}")
+    return cast("dict[str, Any]", own)
