@@ -51,7 +51,7 @@ NeMo Gym, and the command line goes through the same two.
         shell.py             any other command
       sandbox/               where a harness and a test run happen
         bubblewrap.py        NeMo Gym sandbox provider: no daemon, no image, no root
-        bubble.py            ?
+        bubble.py            one running bubblewrap sandbox: commands, files, listener, kill
         sandbox.py           any NeMo Gym provider behind one handle
         root.py              the root filesystem as bubblewrap arguments
         trees.py             host folders shown copy-on-write, and their removal

@@ -211,8 +211,8 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Po
 
 def _settle(text: str, groups: set[str]) -> str:
     """Let a value override through to our own validation, which knows the nearest name; Hydra picks group files."""
-    key = text.partition("=")[0]
-    return text if key.startswith(("+", "~")) or key.partition("@")[0] in groups else f"++{text}"
+    bare = text.lstrip("+")
+    return bare if bare.startswith("~") or re.split("[=@]", bare)[0] in groups else f"++{bare}"
 
 
 @contextmanager
