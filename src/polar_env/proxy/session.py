@@ -48,6 +48,9 @@ MAX_FAILURES = 5
 BUSY_RETRY_AFTER = 1.0
 """Seconds a harness is asked to wait when it has too many calls in flight."""
 
+COMMIT_WAIT = 30.0
+"""Seconds ``close`` waits for records on their way to the disk: a rollout must end even when the disk does not."""
+
 Classify = Callable[[Mapping[str, str], Mapping[str, Any]], tuple[CallKind, str]]
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -119,6 +122,7 @@ class Session:
         self.ended = asyncio.Event()
         """Set when the session is over for the harness, which may not know: kill it."""
         self.closed = False
+        self.commit_wait = COMMIT_WAIT
         self._ledger = ledger
         self._engine_session = engine_session
         self._classify = classify
@@ -185,11 +189,24 @@ class Session:
         self.closed = True
         for attempt in tuple(self._running):
             attempt.abort(Refusal(410, "this session is closed"))
-        while tasks := [attempt.task for attempt in self._running if attempt.task is not None]:
-            await asyncio.wait(tasks)
+        await self._commits()
         self._latest.clear()
         self._on_close(self)
         return self._ledger.seal()
+
+    async def _commits(self) -> None:
+        """Wait for what is being recorded; what a hanging disk still holds after ``COMMIT_WAIT`` counts as lost."""
+        tasks = {attempt.task: attempt for attempt in self._running if attempt.task is not None}
+        if not tasks:
+            return
+        _, hanging = await asyncio.wait(tasks, timeout=self.commit_wait)
+        for task in hanging:
+            task.cancel()
+            self._lose(tasks[task], CaptureError(f"the log did not answer within {self.commit_wait:g} s"))
+
+    def _lose(self, attempt: Attempt, error: CaptureError) -> None:
+        self._lost = self._lost or error
+        self._ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, attempt.call_id, str(error)))
 
     def _admit(self) -> None:
         if isinstance(self._ending, EngineError):
@@ -255,8 +272,7 @@ class Session:
             with boundary(CaptureError, f"recording {attempt.call_id}"):
                 await self._ledger.append(self._record(attempt, ask, reply))
         except CaptureError as error:
-            self._lost = self._lost or error
-            self._ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, attempt.call_id, str(error)))
+            self._lose(attempt, error)
             attempt.commit(recorded=False)
         else:
             self.calls += 1
