@@ -6,18 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
+from polar_env.config import RewardConfig, TrajectoryConfig
+from polar_env.reward import decide
+from polar_env.trajectory import build
 from polar_env.types import (
     AssistantTurn,
     CallKind,
     CallRecord,
     EngineReply,
+    HarnessExit,
     Hole,
+    Outcome,
+    RolloutResult,
     Sampling,
     SealedLedger,
     StopReason,
     ToolCall,
     Usage,
+    Verdict,
+    VerdictStatus,
     WireApi,
 )
 
@@ -159,3 +168,71 @@ def long_session(turns: int = 150, tokens: int = 136_000, seed: int = 5) -> list
             log_probs=array("f", (-rng.exponential(0.4, len(sampled))).astype(np.float32)),
         )
     return talk.records
+
+
+# --- random call trees and finished rollouts --------------------------------------------------------------------
+
+KINDS = (CallKind.AGENT, CallKind.AGENT, CallKind.AGENT, CallKind.SUB_AGENT, CallKind.COMPACTION, CallKind.SIDE)
+
+TEXTS = ("", "done", "<think>why</think>so", "so</think>", "<tool_call>{", "\ud800")
+
+
+@st.composite
+def call_trees(draw: st.DrawFn) -> SealedLedger:
+    """Any session: branches, retries, empty generations, sub-agents seeded with a parent's history, lost replies,
+    holes; few distinct tokens, so that prefixes collide; records in any order."""
+    count = draw(st.integers(0, 9))
+    records: list[CallRecord] = []
+    tokens = st.lists(st.integers(1, 3), max_size=3)
+    for index in range(count):
+        base: array[int] = array("i")
+        if records and draw(st.booleans()):
+            parent = draw(st.sampled_from(records))
+            base = parent.prompt_ids + (parent.sampled_ids if draw(st.booleans()) else array("i"))
+        prompt = base + ids(draw(tokens))
+        kind = draw(st.sampled_from(KINDS))
+        records.append(
+            call(
+                index,
+                prompt or ids(1),
+                draw(tokens),
+                kind=kind,
+                thread="sub" if kind is CallKind.SUB_AGENT else "",
+                text=draw(
+                    st.sampled_from(["", "done", "<think>why</think>so", "so</think>", "<tool_call>{", "\ud800"])
+                ),
+                reasoning=draw(st.sampled_from(["", "hm"])),
+                tools=draw(st.sampled_from([(), (ToolCall("t1", "bash", "{"), ToolCall("t2", "bash", "{}"))])),
+                stop=draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH])),
+            )
+        )
+    names = [record.call_id for record in records]
+    few = st.lists(st.sampled_from(names), max_size=2) if names else st.just([])
+    shuffled = draw(st.permutations(records))
+    return ledger(*shuffled, undelivered=draw(few), superseded=draw(few))
+
+
+def rollout(
+    sealed: SealedLedger,
+    outcome: Outcome = Outcome.COMPLETED,
+    status: VerdictStatus | None = VerdictStatus.RESOLVED,
+    *,
+    trajectory: TrajectoryConfig | None = None,
+    train_timeouts: bool = True,
+    detail: str = "",
+) -> RolloutResult:
+    """A rollout that went down the real line: ledger -> chains, verdict -> reward."""
+    verdict = None if status is None else Verdict(status, (1, 1), (3, 4), "2 tests", 1.5)
+    return RolloutResult(
+        task_id="demo__parser-1",
+        harness="claude_code",
+        outcome=outcome,
+        detail=detail,
+        verdict=verdict,
+        decision=decide(outcome, verdict, sealed.complete, RewardConfig(train_timeouts=train_timeouts)),
+        trajectory=build(sealed, trajectory or TrajectoryConfig()),
+        ledger=sealed,
+        patch=b"diff --git a/a b/a\n",
+        exit=HarnessExit(0, "", ""),
+        seconds={"agent": 12.5, "grade": 3.0},
+    )

@@ -1,0 +1,291 @@
+"""A finished rollout -> the result row NeMo Gym stores and NeMo-RL trains on. Pure; imports nothing of either.
+
+One row is one linear chain. What must not train is not there to be trained on: a masked row holds the text of what
+happened and one placeholder token behind a prompt of its own, so that it leaves its siblings' baseline alone whatever
+the trainer does with masks (rule 5). All that was sampled stays in ``trajectories``.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from polar_env.gym.contract import LEAKS, ContractError, first_prompt_digest, violations
+from polar_env.trajectory import trim
+from polar_env.types import (
+    AssistantTurn,
+    Chain,
+    ChainTurn,
+    Outcome,
+    RolloutResult,
+    StopReason,
+    Trajectory,
+    VerdictStatus,
+)
+
+FAILURE_KINDS: Mapping[Outcome, str | None] = {
+    Outcome.COMPLETED: None,
+    Outcome.AGENT_ERROR: "agent_run_error",
+    Outcome.AGENT_TIMEOUT: "agent_timeout",
+    Outcome.GRADE_ERROR: "verifier_error",
+    Outcome.CANCELLED: "cancelled",
+} | {
+    outcome: f"polar_env:{outcome}"
+    for outcome in (
+        Outcome.TURN_LIMIT,
+        Outcome.CONTEXT_OVERFLOW,
+        Outcome.NO_CALLS,
+        Outcome.SANDBOX_ERROR,
+        Outcome.ENGINE_ERROR,
+        Outcome.CAPTURE_INCOMPLETE,
+    )
+}
+"""Outcome -> ``nemo_gym.failure_kinds`` where it has a word, else ours in its ``<server>:<kind>`` form."""
+
+PHASES = ("queue", "start", "agent", "grade", "finalise")
+
+THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one row delivers of a rollout."""
+
+    chain: Chain | None
+    truncated: bool
+    failure_kind: str | None
+    failure_reason: str | None
+    masked: bool
+
+
+def row(
+    result: RolloutResult,
+    params: Mapping[str, Any],
+    *,
+    model: str,
+    max_tokens: int | None,
+    include_trajectories: bool = True,
+) -> dict[str, Any]:
+    """The result row of a rollout: always valid, with the same keys for every ending.
+
+    Args:
+        result: the finished rollout.
+        params: the dataset row's ``responses_create_params``, echoed.
+        model: served model name.
+        max_tokens: the policy's max sequence length; the delivered chain is cut after a whole call to fit.
+        include_trajectories: add every chain (ids, loss mask, log-probs) for trainers that take several rows.
+
+    Raises:
+        ContractError: ``params`` cannot be sent as JSON, so that not even a placeholder row is valid.
+    """
+    delivery = _delivery(result, max_tokens)
+    made = _row(result, params, model, delivery, include_trajectories)
+    found = violations(made, max_tokens)
+    if not found:
+        return made
+    refused = Delivery(delivery.chain, delivery.truncated, "polar_env:contract_violation", "; ".join(found), True)
+    made = _row(result, params, model, refused, include_trajectories)
+    if found := violations(made, max_tokens):
+        raise ContractError("; ".join(found))
+    return made
+
+
+def _delivery(result: RolloutResult, max_tokens: int | None) -> Delivery:
+    chain, truncated = result.trajectory.main, False
+    if chain is not None and max_tokens is not None:
+        chain, truncated = trim(chain, max_tokens)
+    kind, reason = _failure(result)
+    if not result.decision.masked and (chain is None or not chain.trainable_tokens):
+        kind, reason = "polar_env:no_trainable_tokens", "no call of the delivered chain fits the policy and trains"
+    masked = result.decision.masked or kind == "polar_env:no_trainable_tokens"
+    return Delivery(chain, truncated, kind, reason, masked)
+
+
+def _failure(result: RolloutResult) -> tuple[str | None, str | None]:
+    """(failure_kind, failure_reason): both ``None`` for a rollout that ended by itself and trains."""
+    kind = FAILURE_KINDS[result.outcome]
+    if kind is None and result.decision.masked:
+        kind = "polar_env:capture_incomplete" if result.ledger.holes else "verifier_error"
+    if kind is None:
+        return None, None
+    return kind, _clean(result.detail or result.decision.reason or result.outcome)
+
+
+def _row(
+    result: RolloutResult, params: Mapping[str, Any], model: str, delivery: Delivery, include_trajectories: bool
+) -> dict[str, Any]:
+    """The row for a delivery, not yet judged."""
+    turns = delivery.chain.turns if delivery.chain else ()
+    said = {record.call_id: record.turn for record in result.ledger.records}
+    output = [item for turn in turns for item in _items(turn, said[turn.call_id], with_ids=not delivery.masked)]
+    if delivery.masked:
+        output.append(_placeholder(result))
+    made: dict[str, Any] = {
+        "responses_create_params": {"input": [], **params},
+        "response": _response(result, params, model, output),
+        "reward": 0.0 if delivery.masked else float(result.decision.reward),
+        "mask_sample": delivery.masked,
+        "instance_config": {"mask_sample": delivery.masked},
+        "failure_kind": delivery.failure_kind,
+        "failure_reason": delivery.failure_reason,
+        **_metrics(result, delivery),
+        "polar": _polar(result, delivery),
+        "trajectories": _trajectories(result.trajectory, delivery.masked) if include_trajectories else [],
+    }
+    return made | {"first_prompt_digest": first_prompt_digest(made)}
+
+
+def _response(result: RolloutResult, params: Mapping[str, Any], model: str, output: list[Any]) -> dict[str, Any]:
+    """A Responses API body (``nemo_gym.openai_utils.NeMoGymResponse``)."""
+    records = result.ledger.records
+    return {
+        "id": f"resp_{result.ledger.session_id}",
+        "object": "response",
+        "created_at": records[-1].ended if records else 0.0,
+        "model": model,
+        "output": output,
+        "tool_choice": params.get("tool_choice") or "auto",
+        "tools": params.get("tools") or [],
+        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
+    }
+
+
+# --- output items -----------------------------------------------------------------------------------------------
+
+
+def _items(turn: ChainTurn, said: AssistantTurn, *, with_ids: bool) -> list[dict[str, Any]]:
+    """One call as output items: reasoning, message, function calls; a trained call's ids sit on the last."""
+    text, leaked = _split(said.text)
+    status = "incomplete" if said.stop in (StopReason.LENGTH, StopReason.ABORT) else "completed"
+    thoughts = [thought for thought in (said.reasoning, *leaked) if thought]
+    items = [_reasoning(f"rs_{turn.call_id}_{i}", thought) for i, thought in enumerate(thoughts)]
+    if text or not (items or said.tool_calls):
+        items.append(_message(f"msg_{turn.call_id}", text, status))
+    for tool in said.tool_calls:
+        named = {"id": f"fc_{turn.call_id}_{tool.id}", "call_id": tool.id, "name": tool.name}
+        fields = {key: _clean(value) for key, value in {**named, "arguments": tool.arguments}.items()}
+        items.append({"type": "function_call", **fields, "status": status})
+    if with_ids and turn.trained:
+        items[-1] |= _tensors(turn)
+    return items
+
+
+def _tensors(turn: ChainTurn) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": turn.prompt_ids.tolist(),
+        "generation_token_ids": turn.sampled_ids.tolist(),
+        "generation_log_probs": turn.log_probs.tolist(),
+    }
+
+
+def _reasoning(item_id: str, text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": item_id, "summary": [{"type": "summary_text", "text": _clean(text)}]}
+
+
+def _message(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "output_text", "text": _clean(text), "annotations": []}
+    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": [part]}
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """(text that may stand in a message, what leaked into it) when the engine's parser left markup behind (rule 11)."""
+    thoughts = [thought.strip() for thought in THINKING.findall(text)]
+    rest = THINKING.sub("", text)
+    if "</think>" in rest:  # the template opened the block, so the model only closed it
+        before, _, rest = rest.rpartition("</think>")
+        thoughts.append(before.strip())
+    at = min((rest.find(leak) for leak in LEAKS if leak in rest), default=len(rest))
+    return rest[:at], [*thoughts, rest[at:]]
+
+
+def _clean(text: str) -> str:
+    """``text`` without lone surrogates: Gym's orjson refuses them, and one refused row ends the batch."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _placeholder(result: RolloutResult) -> dict[str, Any]:
+    """One masked token behind one prompt token: a valid row that no sibling's baseline counts (rule 5).
+
+    The token is the first of the rollout's own first prompt (0 when nothing was captured); it was not sampled, and
+    both masks are set wherever it appears.
+    """
+    first = next((record.prompt_ids[0] for record in result.ledger.records if record.prompt_ids), 0)
+    tensors = {"prompt_token_ids": [first], "generation_token_ids": [first], "generation_log_probs": [0.0]}
+    return _message("msg_placeholder", "") | tensors
+
+
+# --- what else a row says ---------------------------------------------------------------------------------------
+
+
+def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
+    """Top-level numbers: Gym and NeMo-RL average each. Always the same keys, always finite."""
+    trajectory, records = result.trajectory, result.ledger.records
+    trained = delivery.chain.trainable_tokens if delivery.chain and not delivery.masked else 0
+    code = result.exit.code if result.exit else None
+    verdict = result.verdict
+    return {
+        "num_model_calls": float(len(records)),
+        "num_chains": float(len(trajectory.chains)),
+        "num_left_out": float(len(trajectory.left_out)),
+        "num_holes": float(len(result.ledger.holes)),
+        "sampled_tokens": float(trajectory.sampled_tokens),
+        "trainable_tokens": float(trained),
+        "delivered_fraction": trained / trajectory.sampled_tokens if trajectory.sampled_tokens else 0.0,
+        "total_tokens": float(delivery.chain.total_tokens if delivery.chain else 0),
+        "truncated": float(delivery.truncated),
+        "resolved": float(verdict is not None and verdict.status is VerdictStatus.RESOLVED),
+        "patch_bytes": float(len(result.patch)),
+        "harness_exit_code": -1.0 if code is None else float(code),
+        "agent_timed_out": float(result.outcome is Outcome.AGENT_TIMEOUT),
+        **{f"seconds_{phase}": float(result.seconds.get(phase, 0.0)) for phase in PHASES},
+    }
+
+
+def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
+    """What is not a number: for people, tables and `polar view`."""
+    verdict = result.verdict
+    return {
+        "task_id": result.task_id,
+        "harness": result.harness,
+        "session_id": result.ledger.session_id,
+        "outcome": result.outcome.value,
+        "detail": _clean(result.detail),
+        "masked_reason": _clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
+        "verdict": None
+        if verdict is None
+        else asdict(verdict) | {"status": verdict.status.value, "detail": _clean(verdict.detail)},
+        "delivered": result.trajectory.delivered,
+        "left_out": dict(result.trajectory.left_out),
+        "holes": [f"{hole.kind}: {_clean(hole.detail)}" for hole in result.ledger.holes],
+    }
+
+
+def _trajectories(trajectory: Trajectory, masked: bool) -> list[dict[str, Any]]:
+    """Every chain. Weights of an unmasked rollout add up to 1, so that it counts once however many chains it has."""
+    total = 0 if masked else sum(chain.trainable_tokens for chain in trajectory.chains)
+    return [
+        {
+            "kind": chain.kind.value,
+            "thread": chain.thread,
+            "branched_from": chain.branched_from,
+            "delivered": number == trajectory.delivered,
+            "weight": chain.trainable_tokens / total if total else 0.0,
+            **dict(_flat(chain, masked)),
+        }
+        for number, chain in enumerate(trajectory.chains)
+    ]
+
+
+def _flat(chain: Chain, masked: bool) -> Iterator[tuple[str, list[Any]]]:
+    """The chain as one sequence: ids, loss mask (1: trains) and log-probs (0.0 where nothing was sampled), each [T]."""
+    last = chain.turns[-1]
+    mask, log_probs = [0] * chain.total_tokens, [0.0] * chain.total_tokens
+    for turn in chain.turns:
+        span = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids))
+        log_probs[span] = turn.log_probs.tolist()
+        if turn.trained and not masked:
+            mask[span] = [1] * len(turn.sampled_ids)
+    yield "call_ids", [turn.call_id for turn in chain.turns]
+    yield "token_ids", [*last.prompt_ids, *last.sampled_ids]
+    yield "loss_mask", mask
+    yield "log_probs", log_probs
