@@ -69,6 +69,7 @@ NeMo Gym, and the command line goes through the same two.
         environment.py       the task's Python environment with pinned packages
         pythons.py           the interpreter those pins were made for
         process.py           build steps as child processes
+        once.py              directories made once between all processes
       grade/                 what the harness left behind becomes a verdict
         patch.py             (planned) the change, extracted against a pristine git directory, and judged
         swebench.py          (planned) the official evaluation in a fresh sandbox

