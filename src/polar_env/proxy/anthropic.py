@@ -97,11 +97,11 @@ class Anthropic:
         return self.error(400, f"prompt is too long: {words}")
 
     def models(self, names: Iterable[str]) -> dict[str, Any]:
-        """One page with every model."""
-        born = "1970-01-01T00:00:00Z"
-        data = [{"type": "model", "id": name, "display_name": name, "created_at": born} for name in names]
+        """One page with every model, readable as OpenAI's list too: the path is theirs as well."""
+        both = {"type": "model", "object": "model", "created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        data = [{**both, "id": name, "display_name": name, "owned_by": "polar"} for name in names]
         ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return {"data": data, "has_more": False, **ends}
+        return {"object": "list", "data": data, "has_more": False, **ends}
 
     def token_count(self, count: int) -> dict[str, Any]:
         return {"input_tokens": count}
