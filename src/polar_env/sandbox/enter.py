@@ -68,6 +68,8 @@ def become(spec: dict[str, Any]) -> int:
     """Replace this process by the command; returns a shell's exit code when that cannot be done."""
     try:
         os.chdir(spec["cwd"])
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # our interpreter ignores them, and exec would keep that
+            signal.signal(ignored, signal.SIG_DFL)
         restrict(spec["filter"])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
     except OSError as error:

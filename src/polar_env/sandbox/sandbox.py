@@ -146,8 +146,15 @@ class Foreign:
         return result.stdout or ""
 
     async def remember(self) -> None:
-        listed = await self._shell(f"mkdir -p {self._scratch}; cd /proc && echo [0-9]*")
-        self._first = frozenset(listed.split())
+        """Note the sandbox's own processes, and refuse a "sandbox" that shares ours."""
+        places = "/proc/sys/kernel/random/boot_id /proc/self/ns/pid"
+        ask = "readlink /proc/self/ns/pid; cat /proc/sys/kernel/random/boot_id; cd /proc && echo [0-9]*"
+        space, boot, *pids = (await self._shell(f"mkdir -p {self._scratch}; {ask}")).split()
+        if (space, boot) == await asyncio.to_thread(_own_space):
+            raise SandboxError(
+                f"provider {self.provider.name!r} does not isolate processes: {places} are this machine's"
+            )
+        self._first = frozenset(pids)
 
     async def exec(
         self,
@@ -162,8 +169,9 @@ class Foreign:
         """See ``Sandbox.exec``. Output goes through files, because the Gym protocol carries text only."""
         name, started = f"{self._scratch}/{uuid4().hex[:8]}", time.monotonic()
         await self.write(f"{name}.in", stdin or b"")
-        # head ends the pipe's reader at the limit; cat drains the rest so the command never blocks or dies of SIGPIPE
-        cap = f"{{ head -c {output_limit} > {name}.%s; cat > /dev/null; }}"
+        # dd writes what it reads at once (a timeout kills it); cat drains the rest, so the command never blocks
+        keep = f"bs=65536 iflag=count_bytes count={output_limit} 2>/dev/null"
+        cap = f"{{ dd of={name}.%s {keep}; cat > /dev/null; }}"
         inner = f"( {shlex.join(argv)} < {name}.in; echo $? > {name}.code )"
         command = f"( {inner} 2>&1 1>&3 | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
         with boundary(SandboxError, f"running {argv[0]} in the {self.provider.name} sandbox"):
@@ -213,12 +221,18 @@ class Foreign:
         return netns.listen_in(docker_pid(str(self.handle.raw.name)), port)
 
 
+def _own_space() -> tuple[str, str]:
+    """(pid namespace, boot id): together they name the processes of one machine or container."""
+    return os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # noqa: PTH115
+
+
 def docker_pid(container: str) -> int:
     """Host pid of a container's first process. Raises SandboxError when docker does not know it."""
     command = ["docker", "inspect", "-f", "{{.State.Pid}}", container]
     with boundary(SandboxError, f"asking docker for the process of {container}"):
         env = child_environment("DOCKER_")
-        pid = int(subprocess.run(command, capture_output=True, check=True, timeout=30, env=env).stdout)
+        asked = subprocess.run(command, capture_output=True, check=False, timeout=30, env=env)
+        pid = int(asked.stdout) if asked.returncode == 0 else 0
     if pid <= 0:
-        raise SandboxError(f"container {container} is not running")
+        raise SandboxError(f"docker knows no running container {container}: {asked.stderr.decode(errors='replace')}")
     return pid

