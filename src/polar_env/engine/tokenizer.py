@@ -15,7 +15,7 @@ import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerFast
 
@@ -46,7 +46,7 @@ class Tokenizer:
             EngineError: when the directory holds no usable tokenizer with a chat template.
         """
         with boundary(EngineError, f"loading the tokenizer from {directory}"):
-            found: Any = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+            found = cast("Any", PreTrainedTokenizerFast).from_pretrained(str(directory), local_files_only=True)
         if not found.chat_template:
             raise EngineError(f"{directory} has no chat template; use a tokenizer directory of a chat model")
         self._pretrained: Any = found
