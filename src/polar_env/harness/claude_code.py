@@ -31,6 +31,8 @@ QUIET: Mapping[str, str] = {
     "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     # cache_control marks wander and flip content between text and list.
     "DISABLE_PROMPT_CACHING": "1",
+    # It offers a directory of notes for later sessions; a rollout has none.
+    "CLAUDE_CODE_DISABLE_AUTO_MEMORY": "1",
     # Whether the policy thinks is its chat template's affair.
     "MAX_THINKING_TOKENS": "0",
     # Without it the CLI refuses to skip permissions as root.

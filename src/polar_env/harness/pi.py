@@ -17,6 +17,10 @@ from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "1.6.0"
 AGENT_DIR = f"{HOME}/.pi/agent"
+FILTER = """"$@" | grep --line-buffered -v -e '^{"type":"message_update"' -e '^{"type":"tool_execution_update"'"""
+"""Pi prints an event of some 300 bytes for every token and repeats a tool's whole output while it grows: a long run
+would fill the sandbox's output limit before its ending. Pi's own exit code, which this hides, says nothing in JSON
+mode."""
 
 
 class Pi:
@@ -39,7 +43,8 @@ class Pi:
     def launch(self, job: Job) -> Launch:
         # Node is named by path: putting it into PATH would show it to the agent's own commands.
         argv = (
-            *(NODE, f"{OPT}/{self.name}/bin/pi", "-p", "--mode", "json", "--provider", "polar", "--model", job.model),
+            *("/bin/sh", "-c", FILTER, "pi", NODE, f"{OPT}/{self.name}/bin/pi", "-p", "--mode", "json"),
+            *("--provider", "polar", "--model", job.model),
             *("--thinking", "off", "--no-session", "--tools", "bash,edit,read,write"),
             *("--no-approve", "--no-skills", "--no-extensions", "--no-prompt-templates", "--no-mcp"),
         )

@@ -1,0 +1,108 @@
+"""The real CLIs, unmodified: installed from the registry, run in a sandbox without network, on the proxy and the
+scripted engine. Claude Code is in the default set; the others are marked slow (mini-swe-agent alone installs 700 MB).
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from harness_helpers import BROKEN, FIXED, INSTRUCTION, STORE, Run, build, drive, proxy_with, repository
+from polar_env.engine import tokenizer
+from polar_env.harness import Harness
+from polar_env.proxy.server import ProxyServer
+from polar_env.types import CallKind, Outcome, WireApi
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CLIS = (
+    pytest.param("claude_code"),
+    pytest.param("codex", marks=pytest.mark.slow),
+    pytest.param("pi", marks=pytest.mark.slow),
+    pytest.param("mini_swe_agent", marks=pytest.mark.slow),
+)
+WIRES = {
+    "claude_code": WireApi.ANTHROPIC,
+    "codex": WireApi.RESPONSES,
+    "pi": WireApi.CHAT,
+    "mini_swe_agent": WireApi.CHAT,
+}
+
+
+@pytest.fixture
+async def proxy() -> AsyncGenerator[ProxyServer]:
+    async with proxy_with(max_calls=12) as server:
+        yield server
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    return repository(tmp_path / "repo")
+
+
+@pytest.fixture(params=CLIS)
+def harness(request: pytest.FixtureRequest) -> Harness:
+    return build(request.param)
+
+
+def assert_clean_capture(run: Run, harness: Harness) -> None:
+    assert run.ledger.complete
+    assert run.ledger.superseded == frozenset()
+    assert run.ledger.delivered == {record.call_id for record in run.ledger.records}
+    assert {(record.kind, record.thread, record.wire) for record in run.ledger.records} == {
+        (CallKind.AGENT, "", WIRES[harness.name])
+    }
+
+
+async def test_two_rollouts_solve_the_task_by_two_ways_from_one_first_prompt(
+    harness: Harness, repo: Path, proxy: ProxyServer
+):
+    """``fix`` uses the shell tool (4 calls: look, change, check, say); ``edit_tool`` the CLI's own editing tool."""
+    by_shell = await drive(harness, repo, proxy, "fix")
+    by_editing = await drive(harness, repo, proxy, "edit_tool")
+    for run in (by_shell, by_editing):
+        assert run.report.outcome is Outcome.COMPLETED, run.report
+        assert run.file == FIXED
+        assert_clean_capture(run, harness)
+    assert len(by_shell.ledger.records) == 4
+    assert by_shell.report.final_text == "The problem is fixed; the change is in the working tree."
+    assert by_shell.first_prompt == by_editing.first_prompt
+    assert (repo / "hello.py").read_text(encoding="utf-8") == BROKEN
+
+
+async def test_a_turn_limit_is_told_from_a_completion(repo: Path, proxy: ProxyServer):
+    """Claude Code has a limit of its own; it stops after that many calls and says so."""
+    harness = build("claude_code", extra_args=("--max-turns", "3"))
+    run = await drive(harness, repo, proxy, "loop")
+    assert run.report.outcome is Outcome.TURN_LIMIT
+    assert len(run.ledger.records) == 3
+
+
+@pytest.mark.slow
+async def test_mini_swe_agent_reports_its_step_limit_which_its_exit_code_hides(repo: Path, proxy: ProxyServer):
+    run = await drive(build("mini_swe_agent", extra_args=("-c", "agent.step_limit=3")), repo, proxy, "loop")
+    assert (run.exit.code, run.report.outcome) == (0, Outcome.TURN_LIMIT)
+    assert len(run.ledger.records) == 3
+
+
+async def test_a_cli_that_hangs_is_an_agent_timeout(repo: Path, proxy: ProxyServer):
+    run = await drive(build("shell", command=("sh", "-c", "sleep 60")), repo, proxy, "fix", seconds=1.0)
+    assert run.report.outcome is Outcome.AGENT_TIMEOUT
+    assert run.ledger.complete
+
+
+@pytest.mark.slow
+async def test_the_instruction_reaches_every_model_word_for_word(repo: Path, tmp_path: Path):
+    """Codex keeps arguments and text byte for byte; the instruction must not be quoted, cut or expanded on the way."""
+    words: list[str] = []
+    async with proxy_with(max_calls=12) as proxy:
+        for name in WIRES:
+            run = await drive(build(name), repo, proxy, "give_up")
+            words.append(await asyncio.to_thread(_text, run))
+    assert [INSTRUCTION in text for text in words] == [True] * len(WIRES)
+
+
+def _text(run: Run) -> str:
+    """The first prompt, as the engine's tokenizer spells it."""
+    return tokenizer.load(tokenizer.fetch(STORE)).decode(run.ledger.records[0].prompt_ids)
