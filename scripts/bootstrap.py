@@ -342,7 +342,7 @@ def make_venv(venv: Path, python: Python, fresh: bool) -> str:
 
 def gym_requirement() -> str:
     """``nemo-gym>=0.7,<0.8``, as pyproject.toml states it."""
-    found = re.search(r'"(nemo-gym[^";]*)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = re.search(r'"(nemo-gym\s*[<>=~!][^";]*)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     if not found:
         raise BootstrapError("pyproject.toml names no nemo-gym in its gym extra. Restore it from git.")
     return found.group(1).strip()
