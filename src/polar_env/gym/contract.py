@@ -128,12 +128,10 @@ def _tensors(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"rule 3: output[{at}] has {len(sampled)} sampled ids and {len(log_probs)} log-probs"
         if not all(math.isfinite(value) and value <= MAX_LOG_PROB for value in log_probs):
             yield f"rule 3: output[{at}] has a log-prob that is no log-probability"
-        if min(sampled) < 0 or min(item["prompt_token_ids"]) < 0:
-            yield f"rule 3: output[{at}] has a negative token id"
 
 
 def _sequence(items: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Iterator[str]:
-    """Rules 4, 6 and 10: one linear chain, each call adds a prompt token, and the whole fits."""
+    """Rules 4, 6 and 10: one linear chain, each call adds a prompt token, and the whole fits (3: ids are ids)."""
     seen: list[int] = []
     for turn, item in enumerate(items):
         prompt: list[int] = item["prompt_token_ids"]
@@ -142,6 +140,8 @@ def _sequence(items: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Ite
             yield f"rule 4: trainable item {turn} does not continue the row: token {at} of {len(seen)} differs"
         elif len(prompt) == len(seen):
             yield f"rule 6: trainable item {turn} adds no prompt token to the row"
+        elif min(prompt[len(seen) :]) < 0 or min(item["generation_token_ids"]) < 0:
+            yield f"rule 3: trainable item {turn} has a negative token id"
         seen = prompt + item["generation_token_ids"]
     if max_tokens is not None and len(seen) > max_tokens:
         yield f"rule 10: {len(seen)} tokens, the policy takes {max_tokens}; trim to the longest prefix of whole calls"

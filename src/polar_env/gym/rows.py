@@ -14,6 +14,7 @@ from polar_env.gym.contract import LEAKS, ContractError, first_prompt_digest, vi
 from polar_env.trajectory import trim
 from polar_env.types import (
     AssistantTurn,
+    CallKind,
     Chain,
     ChainTurn,
     Outcome,
@@ -233,12 +234,22 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "delivered_fraction": trained / trajectory.sampled_tokens if trajectory.sampled_tokens else 0.0,
         "total_tokens": float(delivery.chain.total_tokens if delivery.chain else 0),
         "truncated": float(delivery.truncated),
+        "starts_with_task": float(_starts_with_task(result, delivery)),
         "resolved": float(verdict is not None and verdict.status is VerdictStatus.RESOLVED),
         "patch_bytes": float(len(result.patch)),
         "harness_exit_code": -1.0 if code is None else float(code),
         "agent_timed_out": float(result.outcome is Outcome.AGENT_TIMEOUT),
         **{f"seconds_{phase}": float(result.seconds.get(phase, 0.0)) for phase in PHASES},
     }
+
+
+def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
+    """Whether the row's first prompt is the session's own: after a compaction it is not, and NeMo-RL puts the row in
+    a group of its own (rule 8)."""
+    agent = (record for record in result.ledger.records if record.kind is CallKind.AGENT and not record.thread)
+    task = min(agent, key=lambda record: record.index, default=None)
+    trained = [turn for turn in (delivery.chain.turns if delivery.chain else ()) if turn.trained]
+    return not delivery.masked and bool(trained) and task is not None and trained[0].prompt_ids == task.prompt_ids
 
 
 def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""The main job: a GRPO group per harness through NeMo Gym, and a table of what came of it.
+
+Four rollouts of one task for each harness. With the scripted engine two of them fix the bug through the harness's own
+tools, one gives up and one does half; rewards come from the grader alone, and the demo fails when they are not
+1, 1, 0, 0. With a real engine (``--engine vllm --model-url URL``) the same line runs and nothing is expected.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import PolarConfig
+from polar_env.engine import tokenizer
+from polar_env.gym import contract, launch
+from polar_env.gym.dataset import dataset_row
+from polar_env.rollout import make_harness
+from polar_env.tasks import Task
+from polar_env.tasks import rows as task_rows
+from polar_env.tasks.prepare import prepare
+
+HARNESSES = ("claude_code", "codex", "pi", "mini_swe_agent")
+"""The CLIs of the demo, installed from the registry, unmodified."""
+
+LIGHT = ("psf__requests-6028", "pytest-dev__pytest-7571", "sympy__sympy-13031", "sphinx-doc__sphinx-7440")
+"""SWE-bench Verified instances that are quick to prepare and to grade (swebench_sdist facts), in order of weight."""
+
+COLUMNS = ("harness", "rollout", "outcome", "reward", "calls", "chains", "trainable", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What to run. ``expected[i]`` is the reward rollout i must get; empty expects nothing (a real policy)."""
+
+    config: PolarConfig
+    harnesses: tuple[str, ...] = HARNESSES
+    tasks: tuple[str, ...] = ()
+    rollouts: int = 4
+    out: Path = Path("out")
+    expected: Mapping[str, float] = field(default_factory=lambda: {"fix": 1.0, "give_up": 0.0, "half": 0.0})
+
+
+def say(text: str) -> None:
+    """Progress, with the wall clock: the reader sees what takes long."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)  # noqa: T201 - the demo talks to a person
+
+
+def run(demo: Demo) -> int:
+    """Run it; 0 when every row is valid and every expected reward came from the grader."""
+    tasks = choose(demo)
+    asyncio.run(ready(demo, tasks))
+    rows = [row for number, task in enumerate(tasks) for row in group_rows(demo, number, task)]
+    say("NeMo Gym starts: resources server polar, agent polar_agent, environment server (on a local Ray)")
+    with launch.running(settings(demo.config), demo.out.resolve() / "gym") as head:
+        say(f"{len(rows)} rollouts posted: {len(tasks)} task(s) x {len(demo.harnesses)} harness(es) x {demo.rollouts}")
+        results = asyncio.run(collect(rows, head))
+    return report(demo, results)
+
+
+def choose(demo: Demo) -> tuple[Task, ...]:
+    """The tasks to run: as asked, else the lightest real instance there is, else the first embedded task."""
+    source = task_rows.resolve(demo.config.data)
+    say(f"tasks: {source.detail}")
+    if demo.tasks:
+        return task_rows.load(demo.config.data, demo.tasks)
+    if source.kind == "embedded":
+        return task_rows.load(demo.config.data)[:1]
+    return task_rows.load(demo.config.data, LIGHT[:1])
+
+
+async def ready(demo: Demo, tasks: Sequence[Task]) -> None:
+    """Install, fetch and prepare everything once, visibly: the servers then find it in the cache."""
+    store = demo.config.store.cache.expanduser()
+    for name in demo.harnesses:
+        harness = make_harness(demo.config.harness.model_copy(update={"name": name}))
+        say(f"harness {name}: installing from the registry if it is not in {store}")
+        await harness.install(store)
+    for task in tasks:
+        say(f"task {task.task_id}: building repository and environment if they are not cached")
+        prepared = await prepare(task, store, sandbox=demo.config.sandbox)
+        say(f"task {task.task_id}: ready at base commit {prepared.base_commit[:12] or prepared.image}")
+    if demo.config.engine.kind == "scripted":
+        say(f"engine scripted: real tokenizer and chat template from {await asyncio.to_thread(tokenizer.fetch, store)}")
+        say("engine scripted: token ids are real tokenisations; LOG-PROBABILITIES ARE SCRIPTED, no model ran")
+    else:
+        urls = ", ".join(demo.config.engine.base_urls)
+        say(f"engine {demo.config.engine.kind} at {urls}: token ids and log-probabilities are the model's own")
+
+
+def settings(config: PolarConfig) -> dict[str, Any]:
+    """The configuration as plain data for a Gym config, paths made absolute: servers start in other directories."""
+    plain = config.model_dump(mode="json", exclude_unset=True)
+    cache, sessions = config.store.cache.expanduser(), config.store.sessions.expanduser()
+    plain["store"] = {"cache": str(cache.resolve()), "sessions": str(sessions.resolve())}
+    if config.data and Path(config.data).exists():
+        plain["data"] = str(Path(config.data).resolve())
+    return plain
+
+
+def group_rows(demo: Demo, number: int, task: Task) -> list[dict[str, Any]]:
+    """Rows as NeMo-RL posts them: one per rollout, all of a group alike but for their index."""
+    return [
+        {
+            **dataset_row(task, harness),
+            "_ng_task_index": number * len(demo.harnesses) + place,
+            "_ng_rollout_index": index,
+        }
+        for place, harness in enumerate(demo.harnesses)
+        for index in range(demo.rollouts)
+    ]
+
+
+async def collect(rows: list[dict[str, Any]], head: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every (row, result), in the order posted; a line on screen as each finishes."""
+    done: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    async for row, result in launch.collect(rows, head):
+        done.append((row, result))
+        polar = result.get("polar", {})
+        detail = f" ({polar['detail']})" if polar.get("detail") else ""
+        say(
+            f"{len(done):>3}/{len(rows)} {row['harness']} #{row['_ng_rollout_index']}: {polar.get('outcome')}, "
+            f"reward {result['reward']}{detail}"
+        )
+    return sorted(done, key=lambda pair: (pair[0]["_ng_task_index"], pair[0]["_ng_rollout_index"]))
+
+
+def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> int:
+    """Write rollouts.jsonl, print the table, and say what is wrong, if anything."""
+    demo.out.mkdir(parents=True, exist_ok=True)
+    path = demo.out / "rollouts.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(result) + "\n" for _, result in results)
+    print(table([line(row, result) for row, result in results]))  # noqa: T201 - the table is the demo's answer
+    wrong = [problem for row, result in results for problem in problems(demo, row, result)]
+    wrong += contract.group_disagreements([result for _, result in results])
+    for problem in wrong:
+        say(f"WRONG: {problem}")
+    say(f"{len(results)} rows in {path}; {'all' if not wrong else 'NOT all'} valid for NeMo-RL and as expected")
+    return 1 if wrong or not results else 0
+
+
+def problems(demo: Demo, row: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Contract violations of a row, and a reward other than its script must get."""
+    name = f"{row['task_id']} {row['harness']} #{row['_ng_rollout_index']}"
+    found = [f"{name}: {violation}" for violation in contract.violations(result)]
+    if demo.config.engine.kind != "scripted":
+        return found
+    scripts = demo.config.engine.scripts
+    script = scripts[int(row["_ng_rollout_index"]) % len(scripts)]
+    want = demo.expected.get(script)
+    if want is not None and (result["reward"] != want or result["mask_sample"]):
+        found.append(
+            f"{name}: script {script} must get reward {want}, got {result['reward']} masked={result['mask_sample']}"
+        )
+    return found
+
+
+def line(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
+    """One table line."""
+    polar = result.get("polar", {})
+    masked = " masked" if result.get("mask_sample") else ""
+    return (
+        str(row["harness"]),
+        f"{row['task_id']} #{row['_ng_rollout_index']}",
+        str(polar.get("outcome", "?")),
+        f"{result['reward']:.1f}{masked}",
+        str(result.get("num_model_calls", 0)),
+        str(result.get("num_chains", 0)),
+        str(result.get("trainable_tokens", 0)),
+        f"{result.get('seconds_total', 0.0):.1f}",
+    )
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell."""
+    whole = [COLUMNS, *lines]
+    widths = [max(len(cells[i]) for cells in whole) for i in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in whole)

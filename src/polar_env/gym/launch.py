@@ -1,0 +1,103 @@
+"""Start NeMo Gym with polar in it, and collect rollouts, through the calls NeMo-RL itself makes.
+
+NeMo-RL: ``RunHelper().start(GlobalConfigDictParserConfig(...))`` in a process that has Ray already, then
+``RolloutCollectionHelper().run_examples(rows)`` (NeMo-RL, environments/nemo_gym.py). We do the same, from our venv.
+"""
+
+import socket
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import nemo_gym
+import ray
+from nemo_gym.cli.env import RunHelper
+from nemo_gym.global_config import GlobalConfigDictParserConfig
+from nemo_gym.rollout_collection import RolloutCollectionHelper
+from nemo_gym.server_utils import BaseServerConfig
+from omegaconf import DictConfig
+
+from polar_env.config import environment, export
+from polar_env.gym import ROOT
+
+SERVERS = (
+    "resources_servers/polar",
+    "responses_api_agents/polar_agent",
+    "environment_servers/polar_environment",
+)
+"""Our servers, as Gym names their directories under a root."""
+
+CONFIG = "resources_servers/polar/configs/polar.yaml"
+"""Path of polar's Gym config under the root: what a config's ``config_paths`` names."""
+
+
+def use_root() -> None:
+    """Make Gym, in this process and in the servers it starts, find polar beside its own environments."""
+    known = environment("NEMO_GYM_EXTRA_ROOTS")
+    root = str(ROOT)
+    if root not in known.split(":"):
+        export("NEMO_GYM_EXTRA_ROOTS", f"{root}:{known}" if known else root)
+    nemo_gym._augment_sys_path()  # pyright: ignore[reportPrivateUsage] - Gym extends sys.path at import only
+
+
+def link_venvs(directory: Path, servers: Sequence[str] = SERVERS) -> Path:
+    """Point each server's venv at ours: with ``skip_venv_if_present`` Gym then builds none (gym_plugin facts 2.3)."""
+    for server in servers:
+        link = directory / server / ".venv"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(sys.prefix)
+    return directory
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on right now (Gym's head server takes a number, not a socket)."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConfig]:
+    """NeMo Gym with our three servers up, on a local Ray; everything is stopped at the end of the block.
+
+    Args:
+        polar: conf/ groups for the `polar` resources server.
+        workdir: where venv links are kept.
+    """
+    use_root()
+    head = BaseServerConfig(host="127.0.0.1", port=free_port())
+    settings = {
+        "config_paths": [str(ROOT / CONFIG)],
+        "polar_resources_server": {"resources_servers": {"polar": {"polar": dict(polar)}}},
+        "policy_base_url": "",
+        "policy_api_key": "",
+        "policy_model_name": "",
+        "skip_venv_if_present": True,
+        "uv_venv_dir": str(link_venvs(workdir / "venvs")),
+        "head_server": {"host": head.host, "port": head.port},
+        "port_range_low": 5000,  # NeMo-RL's range: Gym's default overlaps Ray's worker ports
+        "port_range_high": 5999,
+    }
+    helper = RunHelper()
+    ray.init(include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)
+    try:
+        helper.start(
+            GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
+        )
+        try:
+            yield head
+        finally:
+            helper.shutdown()
+    finally:
+        ray.shutdown()
+
+
+async def collect(
+    rows: Sequence[dict[str, Any]], head: BaseServerConfig
+) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, result) pairs as rollouts finish; all rows are posted at once, as NeMo-RL does."""
+    futures = RolloutCollectionHelper().run_examples(examples=list(rows), head_server_config=head)
+    for future in cast("Iterator[Awaitable[tuple[dict[str, Any], dict[str, Any]]]]", futures):
+        yield await future

@@ -1,0 +1,10 @@
+"""Entry point NeMo Gym starts in this directory; the server itself is in polar_env.gym."""
+
+from nemo_gym.server_utils import is_nemo_gym_fastapi_entrypoint
+
+from polar_env.gym.agent import PolarAgent
+
+if __name__ == "__main__":
+    PolarAgent.run_webserver()
+elif is_nemo_gym_fastapi_entrypoint(__file__):
+    app = PolarAgent.run_webserver()

@@ -1,0 +1,341 @@
+"""One rollout: the only composer of the rooms. Sandbox, proxy and harness are brought together here and nowhere else.
+
+Budgets are separate (start, agent, grade, finalise; queueing is free), and finalise always runs: whatever ended the
+agent, the calls captured so far are sealed, the patch is read, and nothing is left running.
+"""
+
+import asyncio
+import pkgutil
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from polar_env import engine as engine_room
+from polar_env import harness as harness_room
+from polar_env.capture import Ledger, SegmentLog
+from polar_env.config import HarnessConfig, PolarConfig
+from polar_env.engine import Engine
+from polar_env.errors import CaptureError, ConfigError, GradeError, HarnessError, PolarError, SandboxError
+from polar_env.grade import patch as patches
+from polar_env.grade import swebench
+from polar_env.harness import HOME, MODEL_PORT, Harness, Job, Launch, Mount
+from polar_env.proxy.server import ProxyServer
+from polar_env.proxy.session import Session
+from polar_env.reward import decide
+from polar_env.sandbox import Box, Overlay
+from polar_env.sandbox.sandbox import Sandbox, open_sandbox
+from polar_env.tasks import ENV_PREFIX, WORKDIR, Prepared, Task
+from polar_env.tasks.prepare import prepare
+from polar_env.trajectory import build
+from polar_env.types import (
+    INFRASTRUCTURE,
+    HarnessExit,
+    Outcome,
+    RolloutResult,
+    Sampling,
+    SealedLedger,
+    Verdict,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutJob:
+    """One harness run on one task. ``index`` numbers the rollouts of a group from 0."""
+
+    task: Task
+    harness: HarnessConfig
+    sampling: Sampling
+    index: int = 0
+    model: str = "policy"
+    """Model name the harness is told: part of its prompt in some CLIs, so the same for a whole group."""
+
+
+@dataclass(slots=True)
+class _Ending:
+    """What is known of a rollout so far; filled in as phases end, read once at the end."""
+
+    exit: HarnessExit | None = None
+    patch: bytes = b""
+    prepared: Prepared | None = None
+    sandbox: Sandbox | None = None
+    error: PolarError | None = None
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    def phase(self, name: str) -> "_Phase":
+        return _Phase(self, name)
+
+
+class _Phase:
+    """Times a phase and keeps the first real error, which outranks everything that follows."""
+
+    def __init__(self, ending: _Ending, name: str) -> None:
+        self._ending, self._name = ending, name
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        seconds = self._ending.seconds
+        seconds[self._name] = seconds.get(self._name, 0.0) + time.monotonic() - self._started
+        if not isinstance(error, PolarError):
+            return False
+        self._ending.error = self._ending.error or error
+        return True
+
+
+@asynccontextmanager
+async def _budget(seconds: float, error: type[PolarError], doing: str) -> AsyncGenerator[None]:
+    """Run a phase inside its budget. Raises ``error`` naming the budget when it is spent."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as spent:
+        raise error(
+            f"{doing} took longer than its budget of {seconds:g} s; raise budget in the configuration"
+        ) from spent
+
+
+def make_harness(config: HarnessConfig) -> Harness:
+    """The preset named by the configuration. Raises ConfigError with the known names."""
+    path = harness_room.HARNESSES.get(config.name, config.name)
+    if ":" not in path:
+        raise ConfigError(
+            f"unknown harness {config.name!r}; known: {', '.join(harness_room.HARNESSES)}, or module:Class"
+        )
+    return cast("Harness", pkgutil.resolve_name(path)(config))
+
+
+def make_engine(config: PolarConfig) -> Engine:
+    """The engine named by the configuration."""
+    return cast("Engine", pkgutil.resolve_name(engine_room.ENGINES[config.engine.kind])(config.engine))
+
+
+async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> RolloutResult:
+    """Run one rollout to its end. Never raises for what a rollout can meet: the outcome says it.
+
+    Raises:
+        asyncio.CancelledError: when the caller cancels; everything is torn down first.
+    """
+    harness = make_harness(job.harness)
+    session_id = f"{job.task.task_id}.{job.index}.{uuid.uuid4().hex[:12]}"
+    ending = _Ending()
+    async with SegmentLog(_session_dir(config, session_id)) as log:
+        session = _open_session(job, harness, proxy, config, Ledger(session_id, log))
+        try:
+            await _live(job, harness, session, proxy, config, ending)
+        finally:
+            sealed = await asyncio.shield(session.close())
+    outcome, detail = _outcome(ending, session, sealed, harness)
+    verdict = None if outcome in INFRASTRUCTURE else await _grade(ending, config)
+    if ending.error is not None and isinstance(ending.error, GradeError):
+        outcome, detail = Outcome.GRADE_ERROR, str(ending.error)
+    decision = decide(outcome, verdict, sealed.complete, config.reward)
+    return RolloutResult(
+        task_id=job.task.task_id,
+        harness=harness.name,
+        outcome=outcome,
+        detail=detail,
+        verdict=verdict,
+        decision=decision,
+        trajectory=build(sealed, config.trajectory),
+        ledger=sealed,
+        patch=ending.patch,
+        exit=ending.exit,
+        seconds=ending.seconds,
+    )
+
+
+def _session_dir(config: PolarConfig, session_id: str) -> Path:
+    return config.store.sessions.expanduser() / session_id
+
+
+def _open_session(
+    job: RolloutJob, harness: Harness, proxy: ProxyServer, config: PolarConfig, ledger: Ledger
+) -> Session:
+    scripts = config.engine.scripts
+    who = engine_room.Session(
+        session_id=ledger.session_id,
+        harness=harness.name,
+        task_id=job.task.task_id,
+        script=scripts[job.index % len(scripts)] if config.engine.kind == "scripted" else "",
+        gold_patch=str(job.task.row.get("patch", "")) if config.engine.kind == "scripted" else "",
+    )
+    return proxy.open(
+        session_id=ledger.session_id,
+        ledger=ledger,
+        engine_session=who,
+        classify=harness.classify,
+        sampling=job.sampling,
+    )
+
+
+async def _live(
+    job: RolloutJob, harness: Harness, session: Session, proxy: ProxyServer, config: PolarConfig, ending: _Ending
+) -> None:
+    """Start, play, finalise. Errors of each phase are kept in ``ending``."""
+    async with AsyncExitStack() as stack:
+        with ending.phase("start"):
+            async with _budget(config.budget.start, SandboxError, "starting the rollout"):
+                ending.sandbox = await _start(job, harness, proxy, config, ending, stack)
+        sandbox = ending.sandbox
+        if sandbox is None:
+            return
+        try:
+            with ending.phase("agent"):
+                ending.exit = await _play(job, harness, session, sandbox, config)
+        finally:
+            with ending.phase("finalise"):
+                await asyncio.shield(_finalise(session, sandbox, config, ending))
+
+
+async def _start(
+    job: RolloutJob,
+    harness: Harness,
+    proxy: ProxyServer,
+    config: PolarConfig,
+    ending: _Ending,
+    stack: AsyncExitStack,
+) -> Sandbox:
+    """CLI installed, task prepared, sandbox up, and the model reachable from inside it and from nowhere else."""
+    store = config.store.cache.expanduser()
+    mounts = await _install(harness, store)
+    ending.prepared = await prepare(job.task, store, sandbox=config.sandbox)
+    sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
+    await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT)))
+    return sandbox
+
+
+async def _install(harness: Harness, store: Path) -> tuple[Mount, ...]:
+    """Install the CLI. A CLI that cannot be installed is our infrastructure's failure, not the agent's."""
+    try:
+        return await harness.install(store)
+    except HarnessError as error:
+        raise SandboxError(f"the harness could not be installed: {error}") from error
+
+
+def _box(prepared: Prepared, mounts: tuple[Mount, ...], config: PolarConfig) -> Box:
+    overlays = [Overlay(prepared.repo, WORKDIR)] if prepared.repo else []
+    if prepared.env:
+        overlays.append(Overlay(prepared.env, ENV_PREFIX))
+    return Box(
+        workdir=WORKDIR,
+        overlays=tuple(overlays),
+        read_only=(*prepared.mounts, *((mount.source, mount.target) for mount in mounts)),
+        env={**prepared.env_vars, "HOME": HOME},
+        image=prepared.image,
+        memory_mib=config.sandbox.memory_mib,
+        cpus=config.sandbox.cpus,
+    )
+
+
+async def _play(
+    job: RolloutJob, harness: Harness, session: Session, sandbox: Sandbox, config: PolarConfig
+) -> HarnessExit:
+    """Run the harness until it exits, its budget is spent, or the session ended under it."""
+    launch = harness.launch(_job(job, session, config))
+    for path, data in launch.files.items():
+        await sandbox.write(path, data)
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_exec(launch, sandbox, config.budget.agent))
+        watching = group.create_task(_stop_when_ended(session, sandbox, running))
+        result = await asyncio.shield(running)
+        watching.cancel()
+    stopped = session.outcome is not None and result.code != 0
+    return HarnessExit(
+        code=None if stopped else result.code,
+        stdout=result.stdout,
+        stderr=result.stderr,
+        timed_out=result.timed_out,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _job(job: RolloutJob, session: Session, config: PolarConfig) -> Job:
+    return Job(
+        instruction=job.task.instruction,
+        model=job.model,
+        base_url=f"http://127.0.0.1:{MODEL_PORT}",
+        key=session.key,
+        workdir=WORKDIR,
+        context_window=job.harness.context_window,
+        max_output_tokens=job.sampling.max_tokens or config.proxy.max_output_tokens,
+        max_turns=job.harness.max_turns,
+    )
+
+
+async def _exec(launch: Launch, sandbox: Sandbox, timeout: float) -> HarnessExit:  # noqa: ASYNC109 - a budget, enforced by the sandbox
+    result = await sandbox.exec(launch.argv, env=launch.env, cwd=WORKDIR, stdin=launch.stdin, timeout=timeout)
+    return HarnessExit(
+        code=result.code,
+        stdout=result.stdout.decode("utf-8", "replace"),
+        stderr=result.stderr.decode("utf-8", "replace"),
+        timed_out=result.timed_out,
+        seconds=result.seconds,
+    )
+
+
+async def _stop_when_ended(session: Session, sandbox: Sandbox, running: "asyncio.Task[HarnessExit]") -> None:
+    """Kill the harness when its session is over (call limit, dead engine): it would only retry for minutes."""
+    await session.ended.wait()
+    if not running.done():
+        await sandbox.kill()
+
+
+async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:
+    """Nothing may reach the policy after this (a colocated engine sleeps then): harness dead, session sealed."""
+    async with _budget(config.budget.finalise, SandboxError, "finalising the rollout"):
+        await sandbox.kill()
+        await session.close()
+        if ending.prepared is not None:
+            ending.patch = await patches.extract(sandbox, ending.prepared)
+
+
+def _outcome(ending: _Ending, session: Session, sealed: SealedLedger, harness: Harness) -> tuple[Outcome, str]:
+    """The one place that names the ending. The first real error outranks the harness's own word."""
+    if ending.error is not None:
+        return ending.error.outcome, str(ending.error)
+    if session.outcome is not None:
+        return session.outcome, str(session.first_error or session.outcome.value)
+    if ending.exit is None:
+        return Outcome.SANDBOX_ERROR, "the harness was never started"
+    report = harness.read(ending.exit)
+    if not sealed.records:
+        if session.first_error is not None:
+            return session.first_error.outcome, str(session.first_error)
+        return Outcome.NO_CALLS, f"the harness made no model call ({_tail(ending.exit)})"
+    if report.outcome is Outcome.AGENT_ERROR and session.first_error is not None:
+        return session.first_error.outcome, str(session.first_error)
+    if not sealed.complete:
+        return CaptureError.outcome, "; ".join(f"{hole.kind.value}: {hole.detail}" for hole in sealed.holes[:3])
+    return report.outcome, report.detail
+
+
+def _tail(exit: HarnessExit, size: int = 400) -> str:
+    text = (exit.stderr or exit.stdout).strip()
+    return f"exit {exit.code}: …{text[-size:]}" if text else f"exit {exit.code}, nothing printed"
+
+
+async def _grade(ending: _Ending, config: PolarConfig) -> Verdict | None:
+    """Grade the patch in a fresh sandbox, inside the grade budget. A grader's failure is kept, never a verdict."""
+    prepared = ending.prepared
+    if prepared is None:
+        return None
+    with ending.phase("grade"):
+        async with _budget(config.budget.grade + config.budget.finalise, GradeError, "grading"):
+            return await swebench.grade(prepared, ending.patch, sandbox=config.sandbox, timeout=config.budget.grade)
+    return None
+
+
+@asynccontextmanager
+async def open_proxy(config: PolarConfig) -> AsyncGenerator[ProxyServer]:
+    """Engine and proxy for many rollouts, checked before the first one starts."""
+    engine = make_engine(config)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.aclose)
+        await engine.check()
+        yield await stack.enter_async_context(ProxyServer(engine, config.proxy))

@@ -1,0 +1,58 @@
+"""Rollouts on an embedded task with a small agent of our own, against a scripted or a broken engine."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import PolarConfig, environment, load
+from polar_env.engine import tokenizer
+from polar_env.rollout import RolloutJob, open_proxy, rollout
+from polar_env.tasks import rows as task_rows
+from polar_env.types import RolloutResult, Sampling
+
+AGENT = (Path(__file__).parent.parent / "examples" / "tiny_agent.py").read_text(encoding="utf-8")
+"""The example agent: three lines of loop, one bash tool, OpenAI Chat."""
+
+STORE = Path(environment("POLAR_CACHE", "~/.cache/polar_env")).expanduser()
+"""Shared by all tests, as by all rollouts of a machine: tokenizer, task environments, CLIs."""
+
+
+def python(code: str) -> tuple[str, ...]:
+    """A shell-harness command that runs ``code``."""
+    return ("python", "-c", code, "{instruction_file}")
+
+
+async def settings(sessions: Path, **groups: Any) -> PolarConfig:
+    """The configuration of these tests: scripted engine, embedded data, tiny agent; ``groups`` override."""
+    base: dict[str, Any] = {
+        "engine": {"kind": "scripted", "tokenizer": str(await asyncio.to_thread(tokenizer.fetch, STORE)), "scripts": ["fix"]},
+        "harness": {"name": "shell", "command": python(AGENT)},
+        "store": {"cache": str(STORE), "sessions": str(sessions)},
+        "data": "embedded",
+        "proxy": {"retry_grace": 0.5, "keep_alive": 1.0},
+        "budget": {"agent": 60.0, "grade": 120.0},
+    }
+    for group, values in groups.items():
+        base[group] = {**base[group], **values} if isinstance(base.get(group), Mapping) else values
+    return load(base)
+
+
+async def roll(config: PolarConfig, index: int = 0) -> RolloutResult:
+    """One rollout on the first embedded task."""
+    async with open_proxy(config) as proxy:
+        return await rollout(job(config, index), proxy, config)
+
+
+def job(config: PolarConfig, index: int = 0) -> RolloutJob:
+    """The rollout of the first embedded task that these tests run."""
+    task = task_rows.load("embedded")[0]
+    return RolloutJob(task, config.harness, Sampling(temperature=1.0, top_p=1.0, max_tokens=1024), index)
+
+
+@asynccontextmanager
+async def proxy_for(config: PolarConfig) -> AsyncGenerator[Any]:
+    """The proxy alone, for tests that start several rollouts."""
+    async with open_proxy(config) as proxy:
+        yield proxy
