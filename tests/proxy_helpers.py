@@ -196,6 +196,16 @@ class Plain:
         return {"tokens": count}
 
 
+class Mute(Plain):
+    """A dialect with a bug: it can read and not write."""
+
+    def reply(self, request: ModelRequest, turn: AssistantTurn, call_id: str) -> dict[str, Any]:
+        raise KeyError("choices")
+
+    def encoder(self, request: ModelRequest, call_id: str, prompt_tokens: int) -> PlainEncoder:
+        raise KeyError("choices")
+
+
 def classify(headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
     kind = CallKind.SIDE if headers.get("x-kind") == "side" else CallKind.AGENT
     return kind, headers.get("x-thread", "")
@@ -278,9 +288,12 @@ class Stage:
     async def raw(self, *messages: str, **body: Any) -> "RawClient":
         """The same request on a bare connection that the test reads, leaves or breaks by hand."""
         data = json.dumps({"messages": list(messages), **body}).encode()
+        return await self.send(f"/s/{self.session.key}/plain", data)
+
+    async def send(self, path: str, data: bytes) -> "RawClient":
+        """A POST on a bare connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        head = f"POST /s/{self.session.key}/plain HTTP/1.1\r\nHost: proxy\r\nContent-Length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: proxy\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         self.clients.append(RawClient(reader, writer))
         return self.clients[-1]
 

@@ -3,15 +3,17 @@
 import asyncio
 import json
 import socket
+from contextlib import suppress
 
+import aiohttp
 import pytest
 
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import ProxyConfig
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
 from polar_env.proxy.server import ProxyServer
-from polar_env.types import CallKind, HoleKind, Outcome, Sampling, StopReason
-from proxy_helpers import GatedLog, PlayedEngine, Reply, Stage, bit, open_session, say, stage
+from polar_env.types import CallKind, HoleKind, ModelRequest, Outcome, Sampling, StopReason, WireApi
+from proxy_helpers import PLAIN, GatedLog, PlayedEngine, Reply, Stage, bit, open_session, say, stage
 
 # --- identity ---------------------------------------------------------------------------------------------------
 
@@ -259,6 +261,33 @@ async def test_an_overflow_is_the_dialects_own_400(stream: bool) -> None:
         assert s.session.outcome is Outcome.CONTEXT_OVERFLOW
         assert (await s.ask("compacted")).status == 200
         assert s.session.outcome is None, "the harness compacted and went on"
+
+
+async def test_an_overflow_that_shows_too_late_resets_the_stream_and_is_told_to_the_retry() -> None:
+    late = asyncio.Event()
+    engine = PlayedEngine([late, EngineOverflow("maximum context length is 4096 tokens")])
+    async with stage(engine, keep_alive=0.01) as s:
+        client = await s.raw("far too long", stream=True)
+        await client.until(b"event: ping\n\n")
+        late.set()
+        with pytest.raises(ConnectionResetError):
+            await client.rest()
+        for _ in range(2):
+            retry = await s.ask("far too long", stream=True)
+            assert (retry.status, "plain_overflow" in retry.json) == (400, True)
+        assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_we_cannot_write_ends_the_session_as_our_failure(stream: bool) -> None:
+    async with stage(PlayedEngine(), dialects=("proxy_helpers:Mute",)) as s:
+        with suppress(aiohttp.ClientError):
+            assert (await s.ask("hi", stream=stream)).status == 503
+        assert s.session.ended.is_set()
+        assert s.session.outcome is Outcome.ENGINE_ERROR
+        assert "answering the harness: KeyError" in str(s.session.first_error)
+        sealed = await s.session.close()
+        assert (len(sealed.records), sealed.delivered) == (1, frozenset())
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(2.0, "2"), (0.2, "1"), (7.1, "8")])
@@ -615,13 +644,14 @@ async def test_leaving_the_proxy_closes_every_session_and_keeps_the_callers_erro
 
 async def test_a_session_left_open_is_closed_by_the_proxy() -> None:
     engine = PlayedEngine(otherwise=[asyncio.Event()])
-    async with stage(engine) as s, asyncio.TaskGroup() as group:
-        other = s.open("other")
-        asking = group.create_task(s.ask("never answered", key=other.key))
+    request = ModelRequest(WireApi.CHAT, "any", ())
+    async with ProxyServer(engine, ProxyConfig(), dialects=PLAIN) as proxy:
+        session = open_session(proxy, "left", Ledger("left"))
+        attempt = session.call(request, {}, {}, b"")
         await engine.until(1)
-        await s.proxy.__aexit__(None, None, None)
-        assert other.closed
-        assert (await asking).status == 410
+    assert session.closed
+    assert engine.live == 0
+    assert "closed" in str(attempt.error)
 
 
 async def test_first_call_tells_that_the_harness_has_started() -> None:
@@ -679,7 +709,7 @@ async def test_250_calls_at_once_reach_the_engine_as_250() -> None:
 async def test_a_listener_made_elsewhere_serves_and_closes_with_its_connections() -> None:
     sock = socket.socket(socket.AF_UNIX)
     sock.bind(b"\0polar-proxy-test")
-    async with ProxyServer(PlayedEngine(), ProxyConfig(), dialects=("proxy_helpers:Plain",)) as proxy:
+    async with ProxyServer(PlayedEngine(), ProxyConfig(), dialects=PLAIN) as proxy:
         session = open_session(proxy, "unix", Ledger("unix"))
         async with proxy.listen(sock):
             reader, writer = await asyncio.open_unix_connection(b"\0polar-proxy-test".decode())

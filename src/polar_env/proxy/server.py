@@ -9,7 +9,7 @@ How a reply leaves:
 - Streaming: headers and the first native event as soon as the engine shows a sign of life, at the latest after
   ``HOLD`` (an engine that refuses at once is then still answered with a proper HTTP status). After the headers a
   failure resets the connection, because some clients take a clean end for a complete answer (measured: opencode); the
-  harness's retry then gets the status.
+  harness then retries, and a full context window that showed too late is told to the retry at once.
 - The terminal event leaves after the record is durable; a reply counts as delivered once its last byte went to the
   kernel of a client that was still connected.
 """
@@ -31,7 +31,7 @@ from polar_env.capture import Ledger
 from polar_env.config import ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
-from polar_env.errors import BadRequest, PolarError, boundary
+from polar_env.errors import BadRequest, EngineError, PolarError, boundary
 from polar_env.proxy import DIALECTS, Dialect
 from polar_env.proxy.attempts import Attempt, Refusal, chunks, refusal
 from polar_env.proxy.session import Classify, Session, policy
@@ -182,13 +182,18 @@ class ProxyServer:
         decoded, body = decode(dialect, path, headers, raw)
         if operation == "count_tokens":
             return web.json_response(dialect.token_count(await session.engine.count_tokens(decoded)))
-        attempt = session.call(decoded, headers, body, raw)
         send_in_full(request)
-        with attempt.reading():
-            serve = self._stream if decoded.stream else self._whole
-            response, complete = await serve(request, dialect, decoded, attempt)
-            if complete and connected(request):
-                session.delivered(attempt)
+        try:
+            with boundary(EngineError, "answering the harness"):
+                attempt = session.call(decoded, headers, body, raw)
+                with attempt.reading():
+                    serve = self._stream if decoded.stream else self._whole
+                    response, complete = await serve(request, dialect, decoded, attempt)
+                    if complete and connected(request):
+                        session.delivered(attempt)
+        except EngineError as error:
+            session.broken(error)
+            raise
         return response
 
     async def _whole(

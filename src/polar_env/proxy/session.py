@@ -8,6 +8,8 @@ What the harness is told, and why (statuses measured on the real CLIs):
 - over ``max_calls``: 404, the one status after which Claude Code, Codex and mini-swe-agent all stop within seconds
   (a 400 makes mini-swe-agent retry for minutes and Claude Code rewrite its request, a 401 makes Claude Code retry 10
   times). ``ended`` is set as well, so a harness that carries on regardless can be killed.
+- a full context window: the dialect's own 400, so that it compacts. The same body overflows again, so a retry is told
+  so without the engine: the first time may have come too late for an HTTP status.
 - engine failures: 503, which every harness retries. After ``MAX_FAILURES`` in a row the engine counts as dead:
   ``ended`` is set, the outcome is engine_error, and the engine is left alone.
 """
@@ -171,6 +173,9 @@ class Session:
             self.usage.replayed += 1
             return earlier
         self._admit()
+        if earlier is not None and isinstance(earlier.error, EngineOverflow):
+            self._used += 1
+            return earlier
         ask = Ask(request, kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
         attempt = self._latest[key] = self._start(ask, earlier)
         return attempt
@@ -183,6 +188,10 @@ class Session:
         if attempt.recorded:
             self.usage.undelivered -= 1
             self._ledger.mark_delivered(attempt.call_id)
+
+    def broken(self, error: PolarError) -> None:
+        """We could not carry an answer to the harness: our failure, which a retry would only repeat."""
+        self._end(error)
 
     async def close(self) -> SealedLedger:
         """Refuse what comes, abort what runs, let commits finish, seal. Idempotent; safe to repeat after a cancel."""
