@@ -72,7 +72,10 @@ def _log_prob_breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
 
 
 class Ledger:
-    """All calls of one live session. A call is accepted once, in any order of arrival, and never after ``seal``."""
+    """All calls of one live session. A call is accepted once, in any order of arrival, and never after ``seal``.
+
+    With a ``log`` it is made, filled and sealed inside the log's ``async with``; without one nothing is durable.
+    """
 
     def __init__(self, session_id: str, log: SegmentLog | None = None) -> None:
         self.session_id = session_id

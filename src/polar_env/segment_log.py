@@ -1,8 +1,8 @@
 """The durable log of one session: append-only frames, token ids stored once, one fsync for all that wait.
 
 A file is a run of frames, each ``magic, kind, header length, body length, payload CRC, prefix CRC`` (little-endian),
-then a zlib-compressed JSON header and a body of raw little-endian arrays. A call stores the longest earlier call its
-prompt extends, and only the ids that are new. The session's key is never written.
+then a JSON header (zlib-compressed unless small) and a body of raw little-endian arrays. A call stores the longest
+earlier call its prompt extends, and only the ids that are new. The session's key is never written.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ PREFIX = struct.Struct("<4sBIII")
 """Magic, kind, header bytes, body bytes, CRC32 of header and body; a CRC32 of these 17 bytes follows."""
 PREFIX_SIZE = PREFIX.size + 4
 
+SMALL = 128
+"""Headers up to this many bytes (marks) are plain JSON: compressing them makes them longer."""
+
 WRITERS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="segment-log")
 """Threads that write and fsync, shared by all sessions of the process: a thousand idle logs cost no thread."""
 
@@ -71,7 +74,9 @@ class Frame:
 
 def encode_frame(kind: FrameKind, header: dict[str, Any], body: bytes = b"") -> bytes:
     """One frame as bytes. ``header`` is JSON; lone surrogates in model text survive (ASCII escapes)."""
-    packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode("ascii"), 6)
+    packed = json.dumps(header, separators=(",", ":")).encode("ascii")
+    if len(packed) > SMALL:
+        packed = zlib.compress(packed, 6)
     prefix = PREFIX.pack(MAGIC, kind, len(packed), len(body), zlib.crc32(body, zlib.crc32(packed)))
     return b"".join((prefix, struct.pack("<I", zlib.crc32(prefix)), packed, body))
 
@@ -91,7 +96,9 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame | None, int] | None:
         return None
     if zlib.crc32(data[start:end]) != crc:
         return None, end
-    return Frame(FrameKind(kind), json.loads(zlib.decompress(data[start:middle])), data[middle:end]), end
+    header = data[start:middle]
+    text = header if header.startswith(b"{") else zlib.decompress(header)
+    return Frame(FrameKind(kind), json.loads(text), data[middle:end]), end
 
 
 def _frames(data: bytes) -> Iterator[Frame | None]:
