@@ -45,7 +45,7 @@ TABLE = (
     # Level 3: the rooms between which a rollout moves. None of them knows the others, but the grader opens sandboxes.
     Row("proxy.attempts", 3, (*FACTS, "proxy")),
     Row("proxy.session", 3, (*FACTS, "config", "capture", "engine", "proxy", "proxy.attempts")),
-    Row("engine.*", 3, (*FACTS, "config", "engine", "engine.*")),
+    Row("engine.*", 3, (*FACTS, "config", "capture", "proxy.sse", "engine", "engine.*")),
     Row("tasks.*", 3, (*FACTS, "config", "tasks", "tasks.*")),
     Row("harness.*", 3, (*FACTS, "config", "harness", "harness.*")),
     Row("grade.*", 3, (*FACTS, "config", "sandbox", "sandbox.*", "tasks", "grade", "grade.*")),
@@ -60,8 +60,8 @@ TABLE = (
     Row("workers", 5, (*FACTS, "config", "rollout")),
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
-    Row("gym.rows", 6, FACTS),
     Row("gym.contract", 6, FACTS),
+    Row("gym.rows", 6, (*FACTS, "trajectory", "gym.contract")),
     Row("gym.environment", 6, (*FACTS, *MIDDLE, "grade.*", "rollout", "workers", "gym", "gym.rows", "gym.contract")),
     Row("gym.*", 6, (*FACTS, "config", "rollout", "workers", "tasks", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "rollout", "tasks", "tasks.*", "gym", "gym.*")),

@@ -23,7 +23,7 @@ NeMo Gym, and the command line goes through the same two.
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       workers.py             (planned) rollouts spread over Ray actors
       demo.py                the main job: a group per harness through NeMo Gym, and its table
-      cli.py                 polar demo | rollout | check | config | gym-root
+      cli.py                 polar demo | rollout | dataset | check | config | gym-root
       testing.py             (planned) shipped fakes and conformance checks
       proxy/                 model calls in, committed call records out
         sse.py               server-sent events: any chunking of bytes gives the same events
@@ -36,7 +36,8 @@ NeMo Gym, and the command line goes through the same two.
         session.py           one rollout's calls: retries, limits, records, the end
         server.py            moves bytes between aiohttp and sessions, decides nothing
       engine/                where a prompt becomes sampled tokens
-        vllm.py              (planned) vLLM over HTTP: exact ids and log-probs, streamed
+        vllm.py              a stock vLLM server: exact ids and log-probs, one replica per session
+        vllm_wire.py         its chat completions as data: a body out, chunks in. Pure
         scripted.py          policies in Python behind a real tokenizer and chat template
         scripts.py           what those policies say: fix, give up, do half
         patches.py           unified diffs as values, for the scripts
@@ -76,8 +77,9 @@ NeMo Gym, and the command line goes through the same two.
         report.py            (planned) the worker process around the swebench package
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
-        rows.py              (planned) a rollout as the row NeMo-RL takes
-        contract.py          (planned) NeMo-RL's rules for a row, as a gate
+        rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
+        contract.py          NeMo-RL's rules for a row, as a gate. Pure
+        dataset.py           tasks as the rows Gym and NeMo-RL read
         resources_server.py  the resources server `polar`
         agent.py             the agent `polar_agent`
         environment_server.py  the relay Gym 0.7 asks for
