@@ -245,7 +245,9 @@ class Arrivals:
 
 
 def loopback() -> socket.socket:
+    """A listening socket whose connections have the smallest send buffer the kernel gives."""
     sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     sock.bind(("127.0.0.1", 0))
     sock.listen(512)
     return sock
@@ -291,8 +293,12 @@ class Stage:
         return await self.send(f"/s/{self.session.key}/plain", data)
 
     async def send(self, path: str, data: bytes) -> "RawClient":
-        """A POST on a bare connection."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        """A POST on a bare connection with the smallest receive buffer the kernel gives."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=sock)
         writer.write(f"POST {path} HTTP/1.1\r\nHost: proxy\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         self.clients.append(RawClient(reader, writer))
         return self.clients[-1]

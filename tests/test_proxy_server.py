@@ -465,8 +465,8 @@ async def test_a_reply_the_client_did_not_stay_for_is_not_delivered() -> None:
 
 
 async def test_a_client_that_stops_reading_has_not_been_delivered_to() -> None:
-    big = say("x" * 4_000_000)
-    async with stage(PlayedEngine([big]), retry_grace=30.0) as s:
+    more_than_the_kernel_takes = say("x" * 60_000)
+    async with stage(PlayedEngine([more_than_the_kernel_takes]), retry_grace=30.0) as s:
         client = await s.raw("hi")
         client.writer.transport.pause_reading()
         await s.ledger.committed.wait()
