@@ -5,12 +5,17 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from polar_env.engine import Engine, Session
+from polar_env.engine.scripts import Scene, Turn
 from polar_env.types import ChatMessage, Delta, EngineReply, ModelRequest, Sampling, ToolSpec, WireApi
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "tests"
+"""Where the tests keep what they download (ignored by git)."""
 
 BASH: ToolSpec = {
     "name": "bash",
@@ -286,3 +291,14 @@ class VllmServer:
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
     return web.json_response(body, status=status, headers=headers)
+
+
+# --- policies of one's own, named by dotted path -----------------------------------------------------------------
+
+
+def own_policy(scene: Scene) -> Turn:
+    return Turn(f"my own policy, step {scene.step}")
+
+
+def broken_policy(scene: Scene) -> Turn:
+    raise ValueError("no idea")
