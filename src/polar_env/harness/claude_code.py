@@ -105,6 +105,6 @@ def _report(result: Mapping[str, Any], said: str) -> Report:
     if subtype == "error_max_turns" or reason == "max_turns":
         return Report(Outcome.TURN_LIMIT, f"max turns after {result.get('num_turns')}", said)
     if result.get("is_error") or subtype != "success":
-        detail = " ".join(word for word in (reason or subtype, tail(text)) if word)
+        detail = " ".join(word for word in (reason or subtype or "a result that names no reason", tail(text)) if word)
         return Report(failure(detail), detail, said)
     return Report(Outcome.COMPLETED, "", text or said)
