@@ -18,6 +18,7 @@ LONGEST_FUNCTION = 60
 MEDIAN_FUNCTION = 10
 P90_FUNCTION = 30
 BROAD_EXCEPTS = 8
+TESTS_PER_SOURCE = 1.2
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,13 @@ def containing(folder: Path, word: str) -> list[str]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if word in line.lower()
     ]
+
+
+def code_lines(folder: Path) -> int:
+    """Lines of Python below ``folder`` that are neither blank nor only a comment."""
+    texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return sum(1 for line in lines if line and not line.startswith("#"))
 
 
 # --- the map ----------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ TABLE = (
         (*FACTS, "config", "capture", "engine", "proxy", "proxy.sse", "proxy.attempts", "proxy.session"),
     ),
     # Level 5: the only composer, and rollouts on many nodes.
-    Row("rollout", 5, (*FACTS, *MIDDLE, "harness", "grade", "sandbox", "sandbox.*", "proxy.session")),
+    Row("rollout", 5, (*FACTS, *MIDDLE, "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session")),
     Row("workers", 5, (*FACTS, "config", "rollout")),
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
@@ -227,6 +227,11 @@ def test_no_test_replaces_the_thing_it_tests() -> None:
     assert house.containing(REPO / "tests", WORD) == []
 
 
+def test_there_is_more_test_than_source() -> None:
+    source, tests = house.code_lines(PACKAGE), house.code_lines(REPO / "tests")
+    assert tests >= house.TESTS_PER_SOURCE * source, f"{tests} lines of tests for {source} of source"
+
+
 def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:
     body = "\n".join(f"    x{number} = {number}" for number in range(60))
     bad = plant(tmp_path, big="\n" * 401, wide=f"def f():\n{body}\n")
@@ -262,6 +267,11 @@ def test_a_broad_except_without_a_reason_is_found(tmp_path: Path) -> None:
 def test_a_task_outside_a_group_is_found(tmp_path: Path, call: str) -> None:
     assert len(house.stray_tasks(plant(tmp_path, a=f"async def f():\n    {call}\n"))) == 1
     assert house.stray_tasks(plant(tmp_path, a="async def f(group):\n    group.create_task(f())\n")) == []
+
+
+def test_lines_are_counted_without_blanks_and_comments(tmp_path: Path) -> None:
+    plant(tmp_path, a="# why\n\nX = 1  # one\n\n\ndef f(): ...\n", b__c="Y = 2\n")
+    assert house.code_lines(tmp_path) == 3
 
 
 def test_the_banned_word_is_found_in_any_case(tmp_path: Path) -> None:

@@ -72,9 +72,10 @@ NeMo Gym, and the command line goes through the same two.
         process.py           build steps as child processes
         once.py              directories made once between all processes
       grade/                 what the harness left behind becomes a verdict
-        patch.py             (planned) the change, extracted against a pristine git directory, and judged
-        swebench.py          (planned) the official evaluation in a fresh sandbox
-        report.py            (planned) the worker process around the swebench package
+        patch.py             the change, extracted against a pristine git directory, and judged
+        diff.py              git patches as data, read byte by byte
+        swebench.py          the official evaluation in a fresh sandbox
+        report.py            the worker process around the swebench package
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
