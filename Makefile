@@ -1,7 +1,10 @@
 # polar_env: `make demo` shows the whole line, `make test` is what CI runs. Both bootstrap a fresh machine by themselves.
 
 SHELL := /bin/bash
-PY3 ?= $(shell command -v python3 || command -v python)
+# Any Python that runs will do to start with: the bootstrap looks for the best one itself.
+PY3 ?= $(shell for p in python3 python3.13 python3.12 python3.11 python /usr/bin/python3; do \
+         "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null && { echo "$$p"; break; }; done)
+BOOTSTRAP = $(if $(PY3),$(PY3) scripts/bootstrap.py,$(error no Python >= 3.8 runs here: install Python 3.13, or make PY3=/path/to/python3))
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
@@ -22,11 +25,11 @@ help:
 	@echo "make lint       ruff and pyright alone;  make format;  make clean"
 
 demo:
-	@$(PY3) scripts/bootstrap.py --demo
+	@$(BOOTSTRAP) --demo
 	@$(BIN)/polar demo $(DEMO_ARGS)
 
 lint:
-	@$(PY3) scripts/bootstrap.py --test
+	@$(BOOTSTRAP) --test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -38,8 +41,8 @@ test-all: lint
 	$(BIN)/python -m pytest -m "not vllm" $(COVERAGE) $(PYTEST_ARGS)
 
 test-vllm:
-	@$(PY3) scripts/bootstrap.py --test
-	@$(PY3) scripts/bootstrap.py --vllm
+	@$(BOOTSTRAP) --test
+	@$(BOOTSTRAP) --vllm
 	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
 
 format:

@@ -363,6 +363,51 @@ def test_the_makefile_passes_the_demo_its_variables() -> None:
     )
 
 
+def test_without_any_python_make_says_what_to_install(tmp_path: Path) -> None:
+    for tool in ("make", "sh", "bash"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    done = subprocess.run(
+        ["make", "demo", "PY3="], cwd=REPO, env={"PATH": str(tmp_path)}, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b"no Python >= 3.8 runs here: install Python 3.13" in done.stderr
+
+
+def test_the_default_tests_are_what_a_machine_without_an_engine_can_run() -> None:
+    argv = ["make", "--no-print-directory", "-n", "test"]
+    printed = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    steps = [line for line in printed.splitlines() if ".venv/bin/" in line]
+    assert [step.split()[0].rpartition("/")[2] for step in steps] == ["ruff", "ruff", "pyright", "python"]
+    assert '-m "not vllm and not nemo_rl and not slow"' in steps[-1]
+    assert "--cov=polar_env" in steps[-1]
+    assert "--cov-fail-under=90" in steps[-1]
+
+
+def ci(checkout: Path, **env: str) -> dict[str, str]:
+    """What .ci/run hands to `make test`, in a checkout whose Makefile only tells."""
+    (checkout / ".ci").mkdir(parents=True)
+    shutil.copy(REPO / ".ci" / "run", checkout / ".ci")
+    tell = "test:\n\t@env; read line || echo STDIN=closed\n"
+    (checkout / "Makefile").write_text(tell, encoding="utf-8")
+    passed = {"PATH": os.environ["PATH"], "HOME": str(checkout), **env}
+    done = subprocess.run(
+        [checkout / ".ci" / "run"], input="typed", env=passed, capture_output=True, text=True, check=True
+    )
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def test_ci_finds_the_rows_beside_the_checkout(tmp_path: Path) -> None:
+    rows = tmp_path / "shared" / "data" / "swebench"
+    rows.mkdir(parents=True)
+    told = ci(tmp_path / "main")
+    assert (told["POLAR_SWEBENCH_DATA"], told["CI"], told["STDIN"]) == (str(rows), "true", "closed")
+
+
+def test_ci_leaves_rows_that_were_named_and_does_without(tmp_path: Path) -> None:
+    assert ci(tmp_path / "a" / "main", POLAR_SWEBENCH_DATA="/rows")["POLAR_SWEBENCH_DATA"] == "/rows"
+    assert "POLAR_SWEBENCH_DATA" not in ci(tmp_path / "b" / "main")
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
