@@ -224,7 +224,7 @@ def test_conf_is_found_in_an_installed_package_and_missed_when_it_is_nowhere(
 
 
 @pytest.mark.e2e
-def test_the_wheel_carries_conf(tmp_path: Path) -> None:
+def test_the_wheel_carries_conf_and_everything_beside_the_code(tmp_path: Path) -> None:
     uv = Path(sys.executable).with_name("uv")
     built = subprocess.run(
         [uv, "build", "--wheel", "--python", sys.executable, "--out-dir", tmp_path, REPO],
@@ -235,7 +235,10 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("polar_env-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"polar_env/conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")} <= names
-    assert "polar_env/config.py" in names
+    package = REPO / "src" / "polar_env"
+    beside = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {f"polar_env/{path.relative_to(package)}" for path in beside} <= names
+    assert "polar_env/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "conf/"))]
 
 
