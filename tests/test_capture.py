@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_env.capture import Ledger, SegmentLog, judge
+from polar_env.capture import Ledger, SegmentLog, judge, rebuild
 from polar_env.errors import CaptureError
 from polar_env.types import CallRecord, EngineReply, Hole, HoleKind, SealedLedger, StopReason, Usage
-from trajectory_helpers import SESSION, call, fields_of, ids, probs, reply
+from trajectory_helpers import SESSION, call, fields_of, ids, probs, reply, same_ledger
 
 
 def kinds(generation: EngineReply) -> list[HoleKind]:
@@ -142,6 +142,26 @@ async def test_a_disk_that_takes_nothing_is_an_error_and_a_hole(tmp_path: Path) 
         (HoleKind.LOST_RECORD, "call-0"),
         (HoleKind.LOST_RECORD, "call-1"),
     ]
+
+
+async def test_what_cannot_be_synced_is_not_durable(tmp_path: Path) -> None:
+    (tmp_path / "calls.log").symlink_to("/dev/null")  # takes every write, and refuses fsync
+    async with SegmentLog(tmp_path) as log:
+        ledger = Ledger(SESSION, log)
+        with pytest.raises(CaptureError, match="Invalid argument"):
+            await ledger.append(call(0, [1], [2]))
+    assert not ledger.seal().complete
+
+
+async def test_late_marks_do_not_reach_the_log_either(tmp_path: Path) -> None:
+    async with SegmentLog(tmp_path) as log:
+        ledger = Ledger(SESSION, log)
+        await ledger.append(call(0, [1], [2]))
+        first = ledger.seal()
+        ledger.mark_delivered("call-0")
+        ledger.mark_superseded("call-0")
+        ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, None, "late"))
+    assert same_ledger(rebuild(tmp_path), first)
 
 
 async def test_a_failed_log_is_a_hole_even_when_no_call_waited_for_it(tmp_path: Path) -> None:

@@ -189,6 +189,23 @@ def test_main_is_not_moved_by_what_came_after_on_another_thread() -> None:
     assert delivered(build(sealed, DEFAULT)) == "last+"
 
 
+def test_main_is_not_moved_by_a_compaction_nobody_went_on_from() -> None:
+    late = call(2, [7], [8] * 20, call_id="summary", kind=CallKind.COMPACTION)
+    assert delivered(build(ledger(*two_chains().records, late), DEFAULT)) == "last+"
+
+
+def test_main_goes_on_into_the_heaviest_of_what_was_sampled_on_its_last_call() -> None:
+    talk = Conversation()
+    talk.turn([1], [2], call_id="last")
+    subs = [
+        call(i, talk.history + ids(9, i), [8] * i, call_id=f"s{i}", kind=CallKind.SUB_AGENT, thread=f"x{i}")
+        for i in (1, 2, 3)
+    ]
+    result = build(ledger(*talk.records, *subs), DEFAULT)
+    assert delivered(result) == "last+ s3+"
+    assert drawn(result) == ["last+ s3+", "last- s1+", "last- s2+"]
+
+
 def test_main_is_the_last_call_that_was_delivered() -> None:
     sealed = replace(two_chains(), delivered=frozenset({"long"}))
     assert delivered(build(sealed, DEFAULT)) == "long+"
