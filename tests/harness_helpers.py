@@ -13,7 +13,7 @@ from typing import Any
 from polar_env.capture import Ledger
 from polar_env.config import EngineConfig, HarnessConfig, ProxyConfig, SandboxConfig, environment
 from polar_env.engine import Session as EngineSession
-from polar_env.engine import tokenizer
+from polar_env.engine import scripts, tokenizer
 from polar_env.engine.scripted import ScriptedEngine
 from polar_env.harness import HARNESSES, HOME, MODEL_PORT, Harness, Job, Report
 from polar_env.proxy.server import ProxyServer
@@ -96,6 +96,11 @@ class Run:
         return hashlib.sha256(self.ledger.records[0].prompt_ids.tobytes()).hexdigest()
 
 
+def noisy(scene: scripts.Scene) -> scripts.Turn:
+    """A script that fills the context: long tool results, for ever."""
+    return scripts.Turn("Once more.", (scene.shell(f"seq {scene.step} 4000"),))
+
+
 @asynccontextmanager
 async def proxy_with(**config: Any) -> AsyncGenerator[ProxyServer]:
     """The real proxy on the scripted engine with its real tokenizer."""
@@ -105,8 +110,13 @@ async def proxy_with(**config: Any) -> AsyncGenerator[ProxyServer]:
         yield proxy
 
 
-async def drive(harness: Harness, repo: Path, proxy: ProxyServer, script: str, *, seconds: float = 100.0) -> Run:
-    """One run of the harness on ``repo`` in a sandbox of its own, with no network but the proxy's listener."""
+async def drive(
+    harness: Harness, repo: Path, proxy: ProxyServer, script: str, *, seconds: float = 100.0, **changes: Any
+) -> Run:
+    """One run of the harness on ``repo`` in a sandbox of its own, with no network but the proxy's listener.
+
+    ``changes`` go into the job (``a_job``).
+    """
     mounts = await harness.install(STORE)
     box = Box(
         workdir="/testbed",
@@ -121,14 +131,14 @@ async def drive(harness: Harness, repo: Path, proxy: ProxyServer, script: str, *
         classify=harness.classify,
     )
     async with open_sandbox(box, SandboxConfig()) as sandbox, proxy.listen(sandbox.listener(MODEL_PORT)):
-        exit = await _run(harness, sandbox, session.key, seconds)
+        exit = await _run(harness, sandbox, a_job(key=session.key, **changes), seconds)
         ledger = await session.close()
         file = (await sandbox.read("/testbed/hello.py")).decode()
     return Run(harness.read(exit), exit, ledger, file)
 
 
-async def _run(harness: Harness, sandbox: Sandbox, key: str, seconds: float) -> HarnessExit:
-    launch = harness.launch(a_job(key=key))
+async def _run(harness: Harness, sandbox: Sandbox, job: Job, seconds: float) -> HarnessExit:
+    launch = harness.launch(job)
     for path, data in launch.files.items():
         await sandbox.write(path, data)
     result = await sandbox.exec(launch.argv, env=launch.env, stdin=launch.stdin, timeout=seconds)

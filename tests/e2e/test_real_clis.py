@@ -3,6 +3,7 @@ scripted engine. Claude Code is in the default set; the others are marked slow (
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -69,6 +70,24 @@ async def test_two_rollouts_solve_the_task_by_two_ways_from_one_first_prompt(
     assert by_shell.report.final_text == "The problem is fixed; the change is in the working tree."
     assert by_shell.first_prompt == by_editing.first_prompt
     assert (repo / "hello.py").read_text(encoding="utf-8") == BROKEN
+
+
+@pytest.mark.parametrize("name", CLIS[:3])
+async def test_a_full_context_is_compacted_and_the_call_that_does_it_is_recognised(name: str, repo: Path):
+    """The CLIs are told a smaller window than the engine has; mini-swe-agent never compacts."""
+    async with proxy_with(max_calls=8) as proxy:
+        run = await drive(build(name), repo, proxy, "harness_helpers:noisy", context_window=40000)
+    records = run.ledger.records
+    compactions = {record.index for record in records if record.kind is CallKind.COMPACTION}
+    agent = [record for record in records if record.kind is CallKind.AGENT]
+    shrinks = {
+        later.index - 1
+        for earlier, later in itertools.pairwise(agent)
+        if len(later.prompt_ids) < len(earlier.prompt_ids)
+    }
+    assert compactions >= shrinks != set(), [(record.kind, len(record.prompt_ids)) for record in records]
+    assert not any(index + 1 in compactions for index in compactions), "each is followed by work"
+    assert run.ledger.complete
 
 
 async def test_a_turn_limit_is_told_from_a_completion(repo: Path, proxy: ProxyServer):
