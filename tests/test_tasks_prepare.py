@@ -1,0 +1,535 @@
+"""From a task to a repository and an environment: what is built, how often, and what is left when it fails."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_env.config import SandboxConfig
+from polar_env.errors import ConfigError, SandboxError
+from polar_env.tasks import ENV_PREFIX, Prepared, Task
+from polar_env.tasks.once import make_once
+from polar_env.tasks.prepare import prepare
+from polar_env.tasks.process import run
+from polar_env.tasks.pythons import Interpreter, find_python
+from polar_env.tasks.registry import fetch_sdist, read_settings
+from polar_env.tasks.rows import task_of
+from polar_env.tasks.sources import git, make_repository
+from tasks_helpers import BASE, good_row, make_mirror, make_sdist, make_wheel, use_registry
+
+TREE = {
+    "gadget.py": "answer = 41\n",
+    "setup.py": "import setuptools\nname = 'gadget'\nname = 'gadget'  # gadget\n",
+    "run.sh": "#!/bin/sh\n",
+    "gadget.egg-info/PKG-INFO": "generated\n",
+    "PKG-INFO": "Name: gadget\n",
+}
+DATE = {"base_date": "2020-02-03T04:05:06"}
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_registry(monkeypatch, tmp_path / "registry")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def python(*argv: str | Path) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, *argv], check=False, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+async def repository(source: dict[str, Any], folder: Path, base: str = BASE) -> str:
+    await asyncio.to_thread(folder.mkdir)
+    return await make_repository(source, base, folder, folder.parent / "store")
+
+
+# --- repositories -----------------------------------------------------------------------------------------------
+
+
+async def test_an_sdist_becomes_the_same_commit_every_time(tmp_path: Path, registry: Path) -> None:
+    source = make_sdist(registry, TREE) | DATE
+    first = await repository(source, tmp_path / "one")
+    os.umask(umask := os.umask(0o077))
+    os.umask(0o077)
+    try:
+        second = await repository(source, tmp_path / "two")
+    finally:
+        os.umask(umask)
+    assert first == second
+    assert re.fullmatch("[0-9a-f]{40}", first)
+    assert first != await repository(source | {"base_date": "2021-01-01T00:00:00"}, tmp_path / "three")
+
+
+async def test_the_repository_has_two_commits_its_tag_and_no_trace_of_elsewhere(tmp_path: Path, registry: Path) -> None:
+    repo = tmp_path / "repo"
+    head = await repository(make_sdist(registry, TREE) | DATE, repo)
+    log = await git(repo, "log", "--format=%H %s %an <%ae> %aI", "--all")
+    assert log.splitlines()[0] == f"{head} SWE-bench SWE-bench <setup@swebench.config> 2020-02-03T04:05:06+00:00"
+    assert len(log.splitlines()) == 2
+    assert await git(repo, "tag", "--points-at", "HEAD") == "1.0"
+    assert len(await git(repo, "show")) < 400
+    assert await git(repo, "remote") == ""
+    assert not {"logs", "hooks", "FETCH_HEAD", "ORIG_HEAD"} & {path.name for path in (repo / ".git").iterdir()}
+    assert sorted((await git(repo, "ls-files", "-s")).split()[0::4]) == ["100644"] * 3 + ["100755"]
+
+
+async def test_what_installing_leaves_behind_does_not_show(tmp_path: Path, registry: Path) -> None:
+    repo = tmp_path / "repo"
+    await repository(make_sdist(registry, TREE), repo)
+    assert not (repo / "gadget.egg-info").exists()
+    for name in ("gadget.egg-info/x", "__pycache__/x.pyc", "build/lib/x", "dist/x"):
+        (repo / name).parent.mkdir(parents=True)
+        (repo / name).write_text("left behind")
+    assert await git(repo, "status", "--porcelain") == ""
+
+
+async def test_edits_change_the_first_occurrence_on_each_line(tmp_path: Path, registry: Path) -> None:
+    edit = {"file": "setup.py", "old": "gadget", "new": "widget"}
+    await repository(make_sdist(registry, TREE) | {"edits": [edit]}, tmp_path / "repo")
+    text = (tmp_path / "repo" / "setup.py").read_text()
+    assert text == "import setuptools\nname = 'widget'\nname = 'widget'  # gadget\n"
+    with pytest.raises(ConfigError, match="editing the tree"):
+        await repository(make_sdist(registry, TREE) | {"edits": [edit | {"file": "no.py"}]}, tmp_path / "other")
+
+
+async def test_sympys_missing_test_runner_runs_the_named_files(tmp_path: Path, registry: Path) -> None:
+    fake = (
+        "import os\n"
+        "def test(*files, verbose):\n"
+        "    print(files, verbose, os.environ['SYMPY_USE_CACHE'])\n"
+        "    return 'bad' not in files[0]\n"
+    )
+    source = make_sdist(registry, {"sympy/__init__.py": fake}) | {"shims": ["sympy_test"]}
+    await repository(source, tmp_path / "repo")
+    runner = tmp_path / "repo" / "bin" / "test"
+    assert os.access(runner, os.X_OK)
+    for name, code in (("a.py", 0), ("bad.py", 1)):
+        assert python(runner, "-C", "--verbose", name) == (code, f"('{name}',) True no\n")
+
+
+@pytest.mark.parametrize(
+    ("evil", "link"), [("gadget-1.0/../../escaped", ""), ("gadget-1.0/out", "../.."), ("gadget-1.0/out", "/etc")]
+)
+async def test_an_sdist_that_reaches_out_of_its_tree_is_refused(
+    tmp_path: Path, registry: Path, evil: str, link: str
+) -> None:
+    source = make_sdist(registry, TREE, evil=evil, link=link)
+    with pytest.raises(SandboxError, match=r"unpacking gadget-1\.0\.tar\.gz"):
+        await repository(source, tmp_path / "repo")
+    assert names(tmp_path) == ["registry", "repo", "store"]
+    assert "out" not in names(tmp_path / "repo")
+
+
+async def test_an_absolute_name_in_an_sdist_lands_in_its_tree(tmp_path: Path, registry: Path) -> None:
+    await repository(make_sdist(registry, TREE, evil="gadget-1.0//etc/gadget"), tmp_path / "repo")
+    assert names(tmp_path / "repo" / "etc") == ["gadget"]
+
+
+async def test_a_mirror_gives_its_base_commit_and_nothing_later(tmp_path: Path) -> None:
+    base, fix = make_mirror(tmp_path / "mirror")
+    repo = tmp_path / "repo"
+    head = await repository({"kind": "git", "mirror": str(tmp_path / "mirror"), **DATE}, repo, base)
+    assert (repo / "gadget.py").read_text() == "answer = 41\n"
+    assert (await git(repo, "rev-list", "HEAD")).split() == [head, base]
+    objects = await git(repo, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)")
+    assert fix not in objects
+    assert base in objects
+    assert not {"FETCH_HEAD", "logs", "packed-refs"} & {path.name for path in (repo / ".git").iterdir()}
+
+
+async def test_edits_of_a_mirror_are_its_second_commit(tmp_path: Path) -> None:
+    base, _ = make_mirror(tmp_path / "mirror")
+    edit = {"file": "gadget.py", "old": "41", "new": "40"}
+    repo = tmp_path / "repo"
+    await repository({"kind": "git", "mirror": str(tmp_path / "mirror"), "edits": [edit]}, repo, base)
+    assert await git(repo, "diff", "--stat", base, "HEAD", "--format=")
+    assert await git(repo, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize("mirror", ["", "no/such/mirror"])
+async def test_a_mirror_that_is_not_there_is_named(tmp_path: Path, mirror: str) -> None:
+    with pytest.raises(ConfigError, match=r"polar_source\.mirror must be a local git repository"):
+        await repository({"kind": "git", "mirror": mirror}, tmp_path / "repo")
+
+
+async def test_a_commit_the_mirror_lacks_is_an_error_with_gits_words(tmp_path: Path) -> None:
+    make_mirror(tmp_path / "mirror")
+    with pytest.raises(SandboxError, match=r"git fetch .*exit code 128"):
+        await repository({"kind": "git", "mirror": str(tmp_path / "mirror")}, tmp_path / "repo")
+
+
+# --- the registry -----------------------------------------------------------------------------------------------
+
+
+async def test_an_sdist_is_fetched_once_and_checked_again(tmp_path: Path, registry: Path) -> None:
+    source = make_sdist(registry, TREE)
+    path = await fetch_sdist(tmp_path / "store", "gadget", source["file"], source["sha256"])
+    (registry / source["file"]).unlink()
+    assert await fetch_sdist(tmp_path / "store", "gadget", source["file"], source["sha256"]) == path
+    path.write_bytes(b"damaged")
+    with pytest.raises(SandboxError, match=r"gadget-1\.0\.tar\.gz is not one of them"):
+        await fetch_sdist(tmp_path / "store", "gadget", source["file"], source["sha256"])
+    assert names(tmp_path / "store") == [path.name]
+
+
+async def test_other_bytes_than_the_pinned_ones_are_not_used(tmp_path: Path, registry: Path) -> None:
+    source = make_sdist(registry, TREE)
+    with pytest.raises(SandboxError, match="does not have the sha256 0000"):
+        await fetch_sdist(tmp_path / "store", "gadget", source["file"], "0" * 64)
+    assert not names(tmp_path / "store")
+
+
+def test_pips_settings_are_read_with_pips_own_precedence() -> None:
+    listing = "\n".join(
+        [
+            ":env:.index-url='https://env.invalid/simple'",
+            "global.index-url='https://global.invalid/simple'",
+            "global.extra-index-url='\\nfile:///a\\nfile:///b'",
+            "global.constraint='/etc/constraints.txt'",
+            "install.retries='9'",
+            "global.retries='1'",
+            "download.cert='/not/for/install'",
+            "noise",
+        ]
+    )
+    assert read_settings(listing) == {
+        "PIP_INDEX_URL": "https://env.invalid/simple",
+        "PIP_EXTRA_INDEX_URL": "file:///a file:///b",
+        "PIP_RETRIES": "9",
+    }
+
+
+# --- interpreters -----------------------------------------------------------------------------------------------
+
+
+async def test_our_own_python_is_found_by_its_minor() -> None:
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = await find_python(minor)
+    assert (found.minor, found.prefix) == (minor, Path(sys.base_prefix))
+    assert found.usable
+
+
+async def test_a_python_that_cannot_be_had_says_how_to_get_one() -> None:
+    with pytest.raises(ConfigError, match=r"needs Python 2\.99 .*uv python install 2\.99"):
+        await find_python("2.99")
+
+
+async def test_uv_is_asked_to_install_a_missing_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" = install ] || echo {sys.executable}\n')
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="needs Python"):  # what it gave is another minor: not taken for 2.99
+        await find_python("2.99")
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "python install --quiet 2.99",
+        "python find --no-project 2.99",
+    ]
+
+
+def test_the_systems_python_needs_no_mount_and_others_keep_their_path() -> None:
+    assert Interpreter("3.9", "3.9.1", Path("/usr")).mounts == ()
+    assert Interpreter("3.9", "3.9.1", Path("/opt/py")).mounts == ((Path("/opt/py"), "/opt/py"),)
+
+
+# --- once between all processes ---------------------------------------------------------------------------------
+
+
+async def test_many_rollouts_build_once(tmp_path: Path) -> None:
+    builds = list[Path]()
+
+    async def build(work: Path) -> None:
+        builds.append(work)
+        await asyncio.sleep(0)
+        (work / "made").touch()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(make_once(tmp_path / "place", lambda place: (place / "made").exists(), build))
+    assert len(builds) == 1
+    assert names(tmp_path) == ["place", "place.lock"]
+
+
+async def test_a_failed_build_leaves_nothing_and_the_next_one_may_succeed(tmp_path: Path) -> None:
+    async def fail(work: Path) -> None:
+        (work / "half").touch()
+        raise SandboxError("no")
+
+    async def build(work: Path) -> None:
+        (work / "made").touch()
+
+    with pytest.raises(SandboxError, match="no"):
+        await make_once(tmp_path / "place", Path.is_dir, fail)
+    assert names(tmp_path) == ["place.lock"]
+    await make_once(tmp_path / "place", Path.is_dir, build)
+    assert names(tmp_path / "place") == ["made"]
+
+
+async def test_what_is_there_and_not_whole_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "stale").touch()
+
+    async def build(work: Path) -> None:
+        (work / "made").touch()
+
+    await make_once(tmp_path / "place", lambda place: (place / "made").exists(), build)
+    assert names(tmp_path / "place") == ["made"]
+
+
+BUILDER = """
+import asyncio, sys
+from pathlib import Path
+from polar_env.tasks.once import make_once
+
+async def build(work):
+    (work / "half").touch()
+    print("building", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(make_once(Path(sys.argv[1]), Path.is_dir, build))
+"""
+
+
+async def test_a_builder_that_was_killed_neither_blocks_nor_litters(tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", BUILDER, str(tmp_path / "place"))
+    child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert await child.stdout.readline() == b"building\n"
+
+    async def build(work: Path) -> None:
+        (work / "made").touch()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):  # its lock holds as long as it lives
+            await make_once(tmp_path / "place", Path.is_dir, build)
+    child.kill()
+    await child.wait()
+    await make_once(tmp_path / "place", Path.is_dir, build)
+    assert names(tmp_path) == ["place", "place.lock"]
+    assert names(tmp_path / "place") == ["made"]
+
+
+# --- build steps ------------------------------------------------------------------------------------------------
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_a_step_past_its_limit_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
+    with pytest.raises(SandboxError, match=r"sleeping: no end after 0\.3 s"):
+        await run(("sh", "-c", script), "sleeping", env={"PATH": os.environ["PATH"]}, limit=0.3)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_cancelled_step_leaves_no_process(tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; exec sleep 600"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await run(("sh", "-c", script), "sleeping", env={"PATH": os.environ["PATH"]})
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_failed_step_says_what_it_was_and_what_it_printed() -> None:
+    with pytest.raises(SandboxError, match=r"(?s)trying: exit code 3: .*the last words"):
+        await run(("sh", "-c", "echo the last words >&2; exit 3"), "trying", env={"PATH": os.environ["PATH"]})
+    with pytest.raises(SandboxError, match="trying: cannot start no-such-program"):
+        await run(("no-such-program",), "trying", env={})
+
+
+# --- images -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_image_is_handed_to_a_provider_that_runs_images(tmp_path: Path) -> None:
+    prepared = await prepare(task_of(good_row()), tmp_path, sandbox=SandboxConfig(provider="docker"))
+    assert (prepared.image, prepared.repo, prepared.base_commit) == ("acme/gadget:latest", None, BASE)
+    assert prepared.eval_rewrites == ()
+
+
+async def test_an_official_image_is_preferred_to_our_recipe_where_images_run(tmp_path: Path) -> None:
+    row = good_row(instance_id="psf__requests-6028", image="official:latest")
+    prepared = await prepare(task_of(row), tmp_path, sandbox=SandboxConfig(provider="docker"))
+    assert prepared.image == "official:latest"
+
+
+async def test_a_sif_is_for_apptainer(tmp_path: Path) -> None:
+    task = task_of(good_row(polar_source={"kind": "sif", "path": "/images/gadget.sif"}))
+    assert (await prepare(task, tmp_path, sandbox=SandboxConfig(provider="apptainer"))).image == "/images/gadget.sif"
+    with pytest.raises(ConfigError, match="the docker sandbox cannot run"):
+        await prepare(task, tmp_path, sandbox=SandboxConfig(provider="docker"))
+
+
+async def test_an_image_without_a_provider_for_it_says_what_would_help(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bubblewrap sandbox cannot run.*sandbox\.provider.*polar_source"):
+        await prepare(task_of(good_row()), tmp_path, sandbox=SandboxConfig())
+    with pytest.raises(ConfigError, match="needs 'image'"):
+        await prepare(task_of(good_row(image=...)), tmp_path, sandbox=SandboxConfig(provider="docker"))
+    with pytest.raises(ConfigError, match="source kind 'tape' is unknown"):
+        await prepare(Task("t", "", good_row(), {"kind": "tape"}), tmp_path, sandbox=SandboxConfig())
+
+
+# --- the whole of it, on a registry of our own ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Task]]:
+    """A registry folder with tiny packages, and a task that is made from it."""
+    folder = tmp_path_factory.mktemp("shop")
+    with pytest.MonkeyPatch.context() as patch:
+        registry = use_registry(patch, folder / "registry")
+        for name, version in (("setuptools", "80.0.0"), ("wheel", "0.44.0"), ("cogs", "1.2")):
+            make_wheel(registry, name, version)
+        source = make_sdist(registry, TREE) | {
+            "requirements": ["setuptools==80.0.0", "cogs==1.2"],
+            "install": "mkdir build && cat /proc/sys/kernel/random/uuid > build/id && python -c 'import cogs' && pwd",
+            "rewrites": [["tox -- ", "pytest "]],
+        }
+        yield folder, task_of(good_row(polar_source=source, eval_script=f"git diff {BASE}\ntox -- t.py\n"))
+
+
+PREPARE = """
+import asyncio, json, sys
+from pathlib import Path
+from polar_env.config import SandboxConfig
+from polar_env.tasks.prepare import prepare
+from polar_env.tasks.rows import task_of
+
+prepared = asyncio.run(prepare(task_of(json.loads(sys.argv[1])), Path(sys.argv[2]), sandbox=SandboxConfig()))
+print((prepared.repo / "build" / "id").read_text())
+"""
+
+
+@pytest.fixture(scope="module")
+def ids(shop: tuple[Path, Task]) -> list[str]:
+    """What two processes that prepared the same task at the same time found in it."""
+    folder, task = shop
+    argv = [sys.executable, "-c", PREPARE, json.dumps(dict(task.row)), str(folder / "store")]
+    children = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    return [child.communicate(timeout=100)[0].strip() for child in children]
+
+
+async def prepared_again(shop: tuple[Path, Task]) -> Prepared:
+    return await prepare(shop[1], shop[0] / "store", sandbox=SandboxConfig())
+
+
+def test_two_processes_prepare_a_task_once(shop: tuple[Path, Task], ids: list[str]) -> None:
+    assert len(ids[0]) == 36
+    assert ids[0] == ids[1]
+    assert len([path for path in (shop[0] / "store" / "tasks").iterdir() if path.is_dir()]) == 1
+
+
+async def test_a_prepared_task_is_had_in_a_moment(shop: tuple[Path, Task], ids: list[str]) -> None:
+    await prepared_again(shop)
+    started = time.perf_counter()
+    prepared = await prepared_again(shop)
+    assert time.perf_counter() - started < 0.5  # 1 ms when nothing else runs
+    assert prepared.repo is not None
+    assert (prepared.repo / "build" / "id").read_text().strip() == ids[0]
+
+
+async def test_what_was_prepared_is_pristine_and_says_how_to_run(shop: tuple[Path, Task], ids: list[str]) -> None:
+    prepared = await prepared_again(shop)
+    assert prepared.repo is not None
+    assert prepared.env is not None
+    assert prepared.git_dir is not None
+    assert await git(prepared.repo, "rev-parse", "HEAD") == prepared.base_commit
+    assert await git(prepared.repo, "status", "--porcelain") == ""
+    assert (prepared.git_dir / "HEAD").is_file()
+    assert not prepared.git_dir.is_relative_to(prepared.repo)
+    assert list(prepared.env.glob("lib/python3*/site-packages/cogs.py"))
+    assert f"#!{ENV_PREFIX}/bin/python" in (prepared.env / "bin" / "pip").read_text().splitlines()[0]
+    assert prepared.env_vars["PATH"].startswith(f"{ENV_PREFIX}/bin:")
+
+
+async def test_the_eval_script_is_pointed_at_the_prepared_task(shop: tuple[Path, Task], ids: list[str]) -> None:
+    prepared = await prepared_again(shop)
+    script = "source /opt/miniconda3/bin/activate\nconda activate testbed\n" + str(shop[1].row["eval_script"])
+    for old, new in prepared.eval_rewrites:
+        script = script.replace(old, new)
+    assert script.splitlines() == [
+        f'export VIRTUAL_ENV={ENV_PREFIX} PATH="{ENV_PREFIX}/bin:$PATH"',
+        ":",
+        f"git diff {prepared.base_commit}",
+        "pytest t.py",
+    ]
+
+
+async def test_another_recipe_is_another_place_and_shares_the_pins(shop: tuple[Path, Task], ids: list[str]) -> None:
+    source = dict(shop[1].source) | {"install": "echo dirty > new.txt"}
+    task = Task(shop[1].task_id, "", shop[1].row, source)
+    with pytest.raises(SandboxError, match=r"installing the project changed .*new\.txt"):
+        await prepare(task, shop[0] / "store", sandbox=SandboxConfig())
+    clean = Task(shop[1].task_id, "", shop[1].row, dict(source) | {"install": ""})
+    prepared = await prepare(clean, shop[0] / "store", sandbox=SandboxConfig())
+    assert prepared.repo is not None
+    assert not (prepared.repo / "build").exists()
+    assert len([path for path in (shop[0] / "store" / "envs").iterdir() if path.is_dir()]) == 1
+    shutil.rmtree(prepared.repo.parent)
+
+
+async def test_a_damaged_place_is_built_again(shop: tuple[Path, Task], ids: list[str]) -> None:
+    prepared = await prepared_again(shop)
+    assert prepared.repo is not None
+    (prepared.repo.parent / "prepared.json").write_text("{")
+    again = await prepared_again(shop)
+    assert again.repo == prepared.repo
+    assert (prepared.repo / "build" / "id").read_text().strip() != ids[0]
+
+
+async def test_a_project_that_needs_the_network_to_install_fails_with_its_own_words(
+    shop: tuple[Path, Task], ids: list[str]
+) -> None:
+    source = dict(shop[1].source) | {"install": "python -m pip install gears"}
+    task = Task("acme__gadget-9", "", shop[1].row, source)
+    with pytest.raises(SandboxError, match=r"(?s)installing the project without network: exit code 1: .*gears"):
+        await prepare(task, shop[0] / "store", sandbox=SandboxConfig())
+    left = [name for name in names(shop[0] / "store" / "tasks") if "gadget-9" in name]
+    assert all(name.endswith(".lock") for name in left)
+
+
+def test_a_killed_preparation_leaves_no_process(shop: tuple[Path, Task], ids: list[str]) -> None:
+    source = dict(shop[1].source) | {"install": "echo $$ > build-pid; exec sleep 7331"}
+    row = dict(shop[1].row) | {"polar_source": source, "instance_id": "acme__gadget-8"}
+    argv = [sys.executable, "-c", PREPARE, json.dumps(row), str(shop[0] / "store")]
+    child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sleepers()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+
+
+def sleepers() -> list[str]:
+    found = list[str]()
+    for entry in Path("/proc").iterdir():
+        try:
+            if (
+                entry.name.isdigit()
+                and (entry / "cmdline").read_bytes() == b"sleep\x007331\x00"
+                and alive(int(entry.name))
+            ):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
