@@ -1,5 +1,6 @@
 """Finished rollouts -> rows NeMo-RL takes: whatever happened, a valid row that trains only on what was sampled."""
 
+import base64
 import itertools
 import json
 import math
@@ -144,6 +145,12 @@ def test_polar_tells_people_what_happened() -> None:
         "detail": "2 tests",
         "seconds": 1.5,
     }
+
+
+def test_the_patch_comes_along_byte_for_byte_to_be_graded_again() -> None:
+    polar = made(replace(rollout(session()), patch=b"\xff\x00diff"))["polar"]
+    assert base64.b64decode(polar["patch"]) == b"\xff\x00diff"
+    assert polar["complete"] is True
 
 
 # --- what the model said ----------------------------------------------------------------------------------------
@@ -314,6 +321,7 @@ def test_an_incomplete_capture_is_masked_and_lists_its_holes() -> None:
     assert_placeholder(made_row)
     assert made_row["failure_kind"] == "polar_env:capture_incomplete"
     assert made_row["polar"]["holes"] == ["lost_record: disk full"]
+    assert made_row["polar"]["complete"] is False
 
 
 def test_a_completed_rollout_that_could_not_be_graded_is_the_verifiers_failure() -> None:

@@ -5,6 +5,7 @@ happened and one placeholder token behind a prompt of its own, so that it leaves
 the trainer does with masks (rule 5). All that was sampled stays in ``trajectories``.
 """
 
+import base64
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -253,7 +254,7 @@ def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
 
 
 def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
-    """What is not a number: for people, tables and `polar view`."""
+    """What is not a number: for people, tables and grading again. ``patch`` is base64: it may hold any bytes."""
     verdict = result.verdict
     return {
         "task_id": result.task_id,
@@ -265,6 +266,8 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "verdict": None
         if verdict is None
         else asdict(verdict) | {"status": verdict.status.value, "detail": _clean(verdict.detail)},
+        "patch": base64.b64encode(result.patch).decode("ascii"),
+        "complete": result.ledger.complete,
         "delivered": result.trajectory.delivered,
         "left_out": dict(result.trajectory.left_out),
         "holes": [f"{hole.kind}: {_clean(hole.detail)}" for hole in result.ledger.holes],
