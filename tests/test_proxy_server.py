@@ -435,22 +435,6 @@ async def test_a_generation_nobody_comes_back_for_is_aborted_and_never_recorded(
         assert s.session.outcome is None
 
 
-async def test_a_retry_within_the_grace_period_keeps_the_generation_alive() -> None:
-    go = asyncio.Event()
-    engine = PlayedEngine([bit("hel"), go, say("hello")])
-    async with stage(engine, retry_grace=0.2) as s:
-        first = await s.raw("hi", stream=True)
-        await first.until(b"data: hel\n\n")
-        await first.leave()
-        second = await s.raw("hi", stream=True)
-        await second.until(b"data: hel\n\n")
-        await asyncio.sleep(0.3)  # longer than the grace period: the clock itself is what is tested
-        go.set()
-        await second.until(b"0\r\n\r\n")
-        assert not engine.aborted.is_set()
-        assert len(engine.requests) == 1
-
-
 async def test_a_reply_the_client_did_not_stay_for_is_not_delivered() -> None:
     go = asyncio.Event()
     engine = PlayedEngine([bit("hel"), go, say("hello")])

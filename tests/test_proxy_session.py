@@ -17,7 +17,7 @@ from polar_env.errors import BadRequest, CaptureError, EngineBusy, EngineError, 
 from polar_env.proxy.attempts import NOT_IDENTITY, Attempt, Refusal, TurnLimit, chunks, refusal, retry_key
 from polar_env.proxy.session import MAX_FAILURES, Session, policy
 from polar_env.types import ModelRequest, Outcome, Sampling, SealedLedger, WireApi
-from proxy_helpers import GatedLog, PlainEncoder, PlayedEngine, bit, classify, say
+from proxy_helpers import GatedLog, PlainEncoder, PlayedEngine, bit, classify, open_session, say, stage
 
 
 @asynccontextmanager
@@ -189,6 +189,35 @@ async def test_an_answered_attempt_cannot_be_aborted_and_a_failed_one_fails_once
     failed.fail(EngineError("first"))
     failed.fail(EngineError("second"))
     assert str(failed.error) == "first"
+
+
+async def test_a_retry_within_the_grace_period_keeps_the_generation_alive() -> None:
+    attempt = Attempt("c", 0, 0.01)
+    with attempt.reading():
+        pass
+    with attempt.reading():
+        assert not await attempt.news(0.05), "longer than the grace period, and nothing happened"
+    assert attempt.running
+    with pytest.raises(Refusal):
+        await attempt.answer()
+    assert "did not come back" in str(attempt.error)
+
+
+async def test_one_of_two_readers_leaving_starts_no_clock() -> None:
+    attempt = Attempt("c", 0, 0.0)
+    with attempt.reading():
+        with attempt.reading():
+            pass
+        assert not await attempt.news(0.02)
+        assert attempt.running
+
+
+async def test_a_harness_profile_with_a_bug_is_our_failure() -> None:
+    async with stage(PlayedEngine()) as s:
+        other = open_session(s.proxy, "odd", Ledger("odd"), classify=lambda headers, body: (headers["x-kind"], ""))
+        assert (await s.ask("hi", key=other.key)).status == 503
+        assert other.outcome is Outcome.ENGINE_ERROR
+        assert "KeyError" in str(other.first_error)
 
 
 @pytest.mark.parametrize(
