@@ -11,13 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from polar_env.errors import BadRequest
 from polar_env.proxy import Dialect
 from polar_env.proxy.anthropic import Anthropic
 from polar_env.proxy.chat import Chat
 from polar_env.proxy.responses import Responses
 from polar_env.types import AssistantTurn, Delta, ModelRequest, StopReason, ToolCall, Usage
+
+settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared_machine")
 
 GOLDEN = Path(__file__).parent / "golden"
 USAGE = Usage(prompt_tokens=120, completion_tokens=17, cached_tokens=96)
@@ -109,6 +114,61 @@ def any_deltas() -> st.SearchStrategy[list[Delta]]:
     kinds = st.sampled_from(["reasoning", "text", "tool_open", "tool_args"])
     ids = st.sampled_from(["call_0", "call_9"])
     return st.lists(st.builds(Delta, kinds, texts, st.integers(0, 2), ids, st.just("bash")), max_size=8)
+
+
+def words(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(text.split())
+
+
+_KEYS = words(
+    "type role content text thinking signature tool_use_id tool_calls function name arguments input output tools "
+    "id source data url tool_choice system max_tokens top_k n stream_options summary encrypted_content action "
+    "namespace call_id image_url input_schema parameters __unparsedToolInput raw format instructions"
+)
+_WORDS = words(
+    "assistant user system tool text image tool_use tool_result thinking function custom namespace message "
+    "reasoning function_call function_call_output custom_tool_call local_shell_call additional_tools input_image "
+    "base64"
+)
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | _WORDS | texts
+_TYPED = st.builds(
+    lambda kind, fields: {**fields, "type": kind}, _WORDS, st.dictionaries(_KEYS, _LEAVES, max_size=3)
+)  # most of what a request is made of: an object that says what it is, with fields missing or of the wrong kind
+_JSON = st.recursive(
+    _LEAVES | _TYPED,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=4),
+    max_leaves=15,
+)
+
+
+def bodies(messages: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Request bodies made of the right words in wrong places; ``messages`` is the key of the conversation."""
+    spoken = st.builds(
+        lambda fields, role, content: {**fields, "role": role, "content": content},
+        st.dictionaries(_KEYS, _JSON, max_size=2),
+        st.sampled_from(["user", "assistant", "tool", "critic"]),
+        st.lists(_TYPED, max_size=2) | _JSON,
+    )
+    items = st.lists(_TYPED | spoken, min_size=1, max_size=3)
+    return st.builds(lambda body, given: {**body, messages: given}, st.dictionaries(_KEYS, _JSON, max_size=4), items)
+
+
+def decodes(dialect: Dialect, body: dict[str, Any]) -> None:
+    """``body`` decodes to messages an engine can be sent, or is refused with a sentence."""
+    try:
+        request = dialect.decode("/", {}, body)
+    except BadRequest as refused:
+        assert len(str(refused)) > 20  # noqa: PT017 - either outcome is right, neither may be anything else
+        return
+    for message in request.messages:
+        assert message["role"] in ("system", "developer", "user", "assistant", "tool")
+        assert isinstance(message.get("content"), str | list)
+        assert all(isinstance(part, dict) for part in message["content"] if isinstance(message["content"], list))
+        assert all(isinstance(call["function"]["arguments"], str) for call in message.get("tool_calls", []))
+    assert all(isinstance(tool["name"], str) and isinstance(tool["parameters"], dict) for tool in request.tools)
+    json.dumps([request.messages, request.tools])
 
 
 def chunked(data: bytes, cuts: Sequence[int]) -> list[bytes]:

@@ -14,6 +14,8 @@ from dialect_helpers import (
     TEXT,
     TOOLS,
     any_deltas,
+    bodies,
+    decodes,
     events,
     fragments,
     golden_reply,
@@ -274,6 +276,11 @@ def test_what_cannot_be_a_conversation_is_refused(body: Any, sentence: str):
         API.decode("/v1/messages", {}, body)
 
 
+@given(bodies("messages"))
+def test_no_body_breaks_the_decoder(body: dict[str, Any]):
+    decodes(API, body)
+
+
 # --- what the harness gets --------------------------------------------------------------------------------------
 
 
@@ -403,6 +410,10 @@ def test_error_bodies(status: int, kind: str):
         (
             "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
             "prompt is too long: 5000 tokens > 4096 maximum",
+        ),
+        (
+            "request 99999: maximum context length is 40 tokens, your prompt contains at least 50 input tokens",
+            "prompt is too long: 50 tokens > 40 maximum",
         ),
         ("prompt is too long: 9 tokens > 8 maximum", "prompt is too long: 9 tokens > 8 maximum"),
         ("too much", "prompt is too long: too much"),

@@ -15,6 +15,8 @@ from dialect_helpers import (
     TOOLS,
     any_deltas,
     ask,
+    bodies,
+    decodes,
     events,
     fragments,
     golden_reply,
@@ -123,6 +125,12 @@ def test_an_assistant_of_several_texts_is_one_text():
     assert request.ignored == ("content:audio",)
 
 
+def test_parts_that_say_nothing_are_counted_and_never_refused():
+    request = decode([{"role": "user", "content": [{"type": "text"}, 7, {"type": "text", "text": "x"}]}])
+    assert request.messages == ({"role": "user", "content": "x"},)
+    assert request.ignored == ("content:text", "content:")
+
+
 # --- tools and settings -----------------------------------------------------------------------------------------
 
 
@@ -167,7 +175,7 @@ def test_what_was_asked_is_recorded_and_what_is_not_understood_is_named():
 
 def test_max_tokens_counts_where_its_newer_name_is_absent():
     assert decode(max_tokens=9).asked.max_tokens == 9
-    assert decode(max_tokens=True).asked.max_tokens is None
+    assert decode(max_tokens=True, top_k=float("inf"), temperature=10**400).asked == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +189,11 @@ def test_max_tokens_counts_where_its_newer_name_is_absent():
 def test_only_what_would_change_meaning_is_refused(fields: dict[str, Any], sentence: str):
     with pytest.raises(BadRequest, match=sentence):
         API.decode("/", {}, {"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+@given(bodies("messages"))
+def test_no_body_breaks_the_decoder(body: dict[str, Any]):
+    decodes(API, body)
 
 
 # --- what the harness gets --------------------------------------------------------------------------------------

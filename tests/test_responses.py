@@ -17,6 +17,8 @@ from dialect_helpers import (
     TOOLS,
     USAGE,
     any_deltas,
+    bodies,
+    decodes,
     events,
     fragments,
     golden_reply,
@@ -288,6 +290,11 @@ def test_what_was_asked_is_recorded_and_what_is_not_understood_is_named():
 def test_what_needs_a_memory_or_says_nothing_is_refused(fields: dict[str, Any], sentence: str):
     with pytest.raises(BadRequest, match=sentence):
         API.decode("/v1/responses", {}, {"model": "m", "input": "hi", **fields})
+
+
+@given(bodies("input"))
+def test_no_body_breaks_the_decoder(body: dict[str, Any]):
+    decodes(API, body)
 
 
 # --- what the harness gets --------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ class Chat:
 
 
 def _decode_message(message: dict[str, Any], notes: Notes) -> ChatMessage:
-    for key in message.keys() - _MESSAGE_KEYS:
-        if message[key] is not None:
+    for key, value in message.items():
+        if key not in _MESSAGE_KEYS and value is not None:
             notes.ignore(f"messages:{key}")
     role = text_of(message.get("role"))
     if role == "assistant":
@@ -108,7 +108,7 @@ def _decode_message(message: dict[str, Any], notes: Notes) -> ChatMessage:
     if role not in _ROLES:
         notes.ignore(f"role:{role}")
         role = "user"
-    out: ChatMessage = {"role": role, "content": render.content_of(_parts(message.get("content")))}
+    out: ChatMessage = {"role": role, "content": render.content_of(_parts(message.get("content"), notes))}
     if role == "tool":
         out["tool_call_id"] = text_of(message.get("tool_call_id"))
     if isinstance(message.get("name"), str):
@@ -118,7 +118,7 @@ def _decode_message(message: dict[str, Any], notes: Notes) -> ChatMessage:
 
 def _assistant(message: dict[str, Any], notes: Notes) -> ChatMessage:
     text: list[str] = []
-    for part in _parts(message.get("content")):
+    for part in _parts(message.get("content"), notes):
         if part.get("type") == "text":
             text.append(text_of(part.get("text")))
         elif part.get("type") == "refusal":
@@ -135,16 +135,25 @@ def _call(call: dict[str, Any]) -> ChatToolCall:
     return render.chat_call(text_of(call.get("id")), text_of(function.get("name")), function.get("arguments"))
 
 
-def _parts(value: object) -> list[Part]:
+def _parts(value: object, notes: Notes) -> list[Part]:
     """Parts without their cache markers. Types we do not know stay: engines take audio and video we need not name."""
     if isinstance(value, str):
         return [render.text_part(value)]
-    return [
-        render.text_part(part)
-        if isinstance(part, str)
-        else {key: field for key, field in obj(part).items() if key != "cache_control"}
-        for part in array(value)
-    ]
+    parts = [_part(part, notes) for part in array(value)]
+    return [part for part in parts if part is not None]
+
+
+def _part(value: object, notes: Notes) -> Part | None:
+    part = obj(value)
+    kind = text_of(part.get("type"))
+    if isinstance(value, str):
+        return render.text_part(value)
+    if isinstance(part.get("text"), str):
+        return render.text_part(part["text"])
+    if kind in ("", "text"):
+        notes.ignore(f"content:{kind}")
+        return None
+    return {key: field for key, field in part.items() if key != "cache_control"}
 
 
 def _tools(raw: list[Any], notes: Notes) -> Iterable[ToolSpec]:

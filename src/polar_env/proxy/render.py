@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ Kind = Literal["reasoning", "text", "call"]
 _SEAL = "polar1."
 """Marks the signatures and encrypted contents we issued."""
 _MAXIMUM = re.compile(r"(?:maximum (?:context|model) length(?: is| of)?|context length)\D{0,4}(\d+)|> (\d+) maximum")
-_NUMBER = re.compile(r"\d+")
+_COUNT = re.compile(r"(\d+) (?:\w+ )?tokens|length (\d+)")
 
 
 # --- reading foreign JSON ---------------------------------------------------------------------------------------
@@ -96,7 +97,10 @@ def sampling(body: Mapping[str, Any], *max_names: str) -> Sampling:
 
 
 def number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """The JSON number, or ``None``; one that no float holds (1e999, Infinity) is no setting of anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 # --- Chat messages ----------------------------------------------------------------------------------------------
@@ -190,13 +194,14 @@ def unseal(sealed: object, visible: str) -> str:
 def context_sizes(message: str) -> tuple[int, int] | None:
     """(tokens asked for, window) out of an engine's overflow message, ``None`` when it names no window.
 
-    The first is the largest number named; where none is over the window, it is one over it.
+    The first is the largest count named; where none is over the window, it is one over it.
     """
     found = _MAXIMUM.search(message)
     if found is None:
         return None
     window = int(found.group(1) or found.group(2))
-    return max(window + 1, *(int(each) for each in _NUMBER.findall(message))), window
+    counts = [int(tokens or length) for tokens, length in _COUNT.findall(message)]
+    return max([window + 1, *counts]), window
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:
