@@ -1,6 +1,7 @@
 """Shared by the tests of the sandbox and grade rooms."""
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 from nemo_gym.sandbox import SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
-from polar_env.config import SandboxConfig
+from polar_env.config import SandboxConfig, environment
 from polar_env.sandbox import Box, Overlay
 from polar_env.sandbox.bubblewrap import BubblewrapProvider
+from polar_env.tasks import Prepared, Task
 
 WORKDIR = "/testbed"
 
@@ -88,3 +90,32 @@ class PlainProvider:
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+
+def data_folder() -> Path | None:
+    """The SWE-bench corpora: POLAR_SWEBENCH_DATA, or the shared folder beside this checkout."""
+    named = environment("POLAR_SWEBENCH_DATA")
+    folder = Path(named) if named else Path(__file__).parents[2] / "shared" / "data" / "swebench"
+    return folder if folder.is_dir() else None
+
+
+def git_repo(folder: Path, files: Mapping[str, bytes], ignored: Mapping[str, bytes]) -> Path:
+    """A repository with one commit of ``files``, and ``ignored`` files beside them."""
+    for name, data in {**files, **ignored}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    author = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "core.autocrlf=false"]
+    for command in (["init", "-q"], ["config", "user.name", "t"], ["config", "user.email", "t@t"],
+                    ["add", "-f", "--", *files], ["commit", "-q", "-m", "base"]):  # fmt: skip
+        subprocess.run(["git", *author, *command], cwd=folder, check=True)
+    return folder
+
+
+def prepared_of(repo: Path, row: Mapping[str, Any] | None = None, **more: Any) -> Prepared:
+    """A prepared task made by hand around ``repo``."""
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=repo, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    task = Task("hand-made", "Fix it.", row or {"base_commit": head, "test_patch": ""})
+    return Prepared(task, head, repo=repo, env=None, git_dir=None, **more)

@@ -19,6 +19,7 @@ _ETC = {
     "hostname": f"{HOSTNAME}\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\nservices: files\nprotocols: files\n",
     "resolv.conf": "",
+    "gitconfig": "[user]\n\tname = agent\n\temail = agent@polar\n[init]\n\tdefaultBranch = main\n",
 }
 _FROM_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf",
               "ca-certificates", "ca-certificates.conf", "pki/tls/certs", "pki/ca-trust/extracted", "protocols",

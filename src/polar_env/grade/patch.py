@@ -1,0 +1,219 @@
+"""The change a harness left behind: extracted against a baseline the agent never touched, and judged.
+
+The agent's own .git, its index, configuration, hooks and attributes are never read: a patch is the difference between
+two trees that our git wrote into a directory of our own (design: 19 of 19 behaviours survive this, 3 of 19 a plain
+``git diff``).
+"""
+
+import asyncio
+import os
+import posixpath
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import child_environment
+from polar_env.errors import SandboxError, boundary
+from polar_env.grade.diff import Section, sections
+from polar_env.sandbox import ExecResult
+from polar_env.sandbox.sandbox import Sandbox
+from polar_env.tasks import WORKDIR, Prepared
+
+MAX_BYTES = 1_000_000
+"""Largest patch graded. The largest gold patch of SWE-bench Verified is under a tenth of it."""
+MAX_FILES = 100
+TIMEOUT = 300.0
+"""Seconds one extraction step may take (sympy: 2 s)."""
+
+_SCRATCH = "/tmp/.polar-git"  # noqa: S108 - in the sandbox, and only after its processes were killed
+_JUNK = ("__pycache__", "*.pyc", "*.pyo", "*.egg-info", ".eggs", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".tox",
+         ".nox", ".hypothesis", ".coverage", ".venv", "node_modules", "*.so", "*.o", "*.pyd")  # fmt: skip
+"""What running, testing and installing leave behind: never part of a change."""
+_CONFIG = """[core]
+	fileMode = true
+	symlinks = true
+	bare = false
+	autocrlf = false
+	safecrlf = false
+	ignoreCase = false
+	hooksPath = /dev/null
+	fsmonitor = false
+	excludesFile = /dev/null
+	attributesFile = /dev/null
+	quotePath = true
+	compression = 1
+	bigFileThreshold = 8m
+[gc]
+	auto = 0
+"""
+"""The whole configuration of our git directory."""
+_ATTRIBUTES = "* -text -ident !eol !filter !diff !merge !working-tree-encoding\n"
+"""Bytes as they are, whatever the tree's own .gitattributes say."""
+_FILES: Mapping[str, str] = {"POLAR_CONFIG": _CONFIG, "POLAR_ATTRIBUTES": _ATTRIBUTES}
+_GIT_ENV: Mapping[str, str] = {
+    "GIT_DIR": _SCRATCH,
+    "GIT_WORK_TREE": WORKDIR,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "PATH": "/usr/bin:/bin",
+    "LC_ALL": "C",
+}
+
+_SNAPSHOT = r"""
+set -e
+env -u GIT_WORK_TREE git init -q --bare "$GIT_DIR"
+printf '%s' "$POLAR_CONFIG" > "$GIT_DIR/config"
+printf '%s' "$POLAR_ATTRIBUTES" > "$GIT_DIR/info/attributes"
+git add -A --force -- .
+git write-tree > "$GIT_DIR/polar-baseline"
+git repack -adq
+rm -rf "$GIT_DIR/hooks"
+"""
+_EXTRACT = r"""
+rm -rf "$GIT_DIR"
+set -e
+mkdir -p "$GIT_DIR"
+tar -C "$GIT_DIR" -xf -
+find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
+find . -type d ! -perm -700 -exec chmod u+rwx {} \; || :
+find . -type f ! -perm -400 -exec chmod u+r {} + || :
+base=$(cat "$GIT_DIR/polar-baseline")
+for name in build dist; do
+    git cat-file -e "$base:$name" 2>/dev/null || set -- "$@" ":(exclude,top)$name"
+done
+git add -A --force -- . "$@"
+tree=$(git write-tree)
+exec git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-renames --no-color \
+    --no-indent-heuristic --src-prefix=a/ --dst-prefix=b/ "$base" "$tree"
+"""
+"""Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch."""
+_LEFT_OUT = tuple(f":(exclude,glob)**/{name}{below}" for name in _JUNK for below in ("", "/**"))
+
+
+@lru_cache(maxsize=8)
+def _baseline_of(repo: Path) -> bytes:
+    """A tar of a bare git directory that holds the tree of ``repo`` as it is, ignored files included."""
+    with tempfile.TemporaryDirectory(prefix="polar-base-") as folder:
+        git_dir = Path(folder, "git")
+        env = {**_GIT_ENV, "GIT_DIR": os.fspath(git_dir), "GIT_WORK_TREE": os.fspath(repo)}
+        env |= {**_FILES, "PATH": child_environment().get("PATH", os.defpath)}
+        with boundary(SandboxError, f"taking the baseline of {repo.name}"):
+            done = subprocess.run(
+                ["sh", "-c", _SNAPSHOT], cwd=repo, env=env, capture_output=True, timeout=TIMEOUT, check=False
+            )
+        if done.returncode:
+            raise SandboxError(f"taking the baseline of {repo.name}: {done.stderr.decode('utf-8', 'replace')[-500:]}")
+        return _tar(git_dir)
+
+
+def _tar(folder: Path) -> bytes:
+    held = BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as tar:
+        tar.add(folder, arcname=".")
+    return held.getvalue()
+
+
+async def snapshot(sandbox: Sandbox) -> bytes:
+    """The baseline of a repository that only the image holds: call it before the agent starts.
+
+    Raises:
+        SandboxError: git is missing in the image, or failed.
+    """
+    script = f'{_SNAPSHOT}tar -C "$GIT_DIR" -cf - .\nrm -rf "$GIT_DIR"'
+    return (await _run(sandbox, script, env=_FILES, limit=1 << 31)).stdout
+
+
+async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None = None) -> bytes:
+    """The agent's change as a patch (bytes, ``git apply`` format, binary files included); empty when there is none.
+
+    Call it after ``sandbox.kill()``: the files must not move. Committed, staged, untracked and ignored files count;
+    what tests and builds leave behind does not. ``baseline`` is a ``snapshot``, needed when ``prepared.repo`` is None.
+
+    Raises:
+        SandboxError: the sandbox or git failed; says nothing about the change.
+    """
+    if baseline is None:
+        if prepared.repo is None:
+            raise SandboxError("the repository is in the image: take grade.patch.snapshot() before the agent starts")
+        baseline = await asyncio.to_thread(_baseline_of, prepared.repo)
+    return (await _run(sandbox, _EXTRACT, *_LEFT_OUT, stdin=baseline, limit=8 * MAX_BYTES)).stdout
+
+
+async def _run(
+    sandbox: Sandbox, script: str, *words: str, limit: int, stdin: bytes = b"", env: Mapping[str, str] = _GIT_ENV
+) -> ExecResult:
+    argv = ["sh", "-c", script, "polar", *words]
+    inside = {**_GIT_ENV, **env}
+    done = await sandbox.exec(argv, env=inside, cwd=WORKDIR, stdin=stdin, timeout=TIMEOUT, output_limit=limit)
+    if done.code != 0:
+        why = "it took too long" if done.timed_out else done.stderr.decode("utf-8", "replace")[-500:].strip()
+        raise SandboxError(f"extracting the patch: {why}")
+    return done
+
+
+# --- judging ----------------------------------------------------------------------------------------------------
+
+_HOOKS = frozenset({b"conftest.py", b"sitecustomize.py", b"usercustomize.py", b"pytest.ini", b".gitattributes"})
+"""Files that change what a test run means. None of 1,325 gold patches (Verified, Lite, dev, Multilingual) has one."""
+_MARKER = b">>>>> "
+"""How SWE-bench's own log markers start: printed by a patch, they forge the log."""
+
+
+def review(patch: bytes) -> str | None:
+    """Why a patch is not graded at all, or ``None``. Facts about the patch, never about the sandbox."""
+    if len(patch) > MAX_BYTES:
+        return f"the patch has {len(patch):,} bytes; the limit is {MAX_BYTES:,}"
+    parts = sections(patch)
+    if len(parts) > MAX_FILES:
+        return f"the patch changes {len(parts)} files; the limit is {MAX_FILES}"
+    return next((reason for part in parts if (reason := _objection(part))), None)
+
+
+def _objection(part: Section) -> str | None:
+    for path in sorted(part.paths):
+        name = path.decode("utf-8", "replace")
+        if path.startswith(b"/") or b".." in path.split(b"/"):
+            return f"{name} lies outside the repository"
+        if b".git" in path.lower().split(b"/"):
+            return f"{name} is git's own"
+        base = posixpath.basename(path)
+        if base.lower() in _HOOKS or base.endswith(b".pth"):
+            return f"{name} changes how tests run"
+        if b"160000" in part.modes:
+            return f"{name} is a nested repository (gitlink)"
+        if b"120000" in part.modes and _leaves(path, part.added):
+            return f"{name} is a symbolic link out of the repository"
+    if any(_MARKER in line for line in part.added):
+        return "the patch prints SWE-bench's log markers"
+    return None
+
+
+def _leaves(link: bytes, added: Iterable[bytes]) -> bool:
+    """Does a link with one of these contents lead out of the tree, or into git's directory?"""
+    for target in added:
+        resolved = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
+        if target.startswith(b"/") or resolved.split(b"/")[0] in (b"..", b".git"):
+            return True
+    return False
+
+
+def without_tests(patch: bytes, row: Mapping[str, Any]) -> tuple[bytes, tuple[str, ...]]:
+    """The patch without the files the row's test patch brings, and their names.
+
+    The official evaluation resets those files to its own version, so an honest edit of them changes nothing; but a
+    patch that creates one of them beforehand makes ``git checkout`` and ``git apply`` fail, and its own tests run.
+    """
+    theirs = {path for part in sections(str(row.get("test_patch", "")).encode()) for path in part.paths}
+    parts = sections(patch)
+    dropped = [part for part in parts if part.paths & theirs]
+    if not dropped:
+        return patch, ()
+    names = sorted({path.decode("utf-8", "replace") for part in dropped for path in part.paths & theirs})
+    return b"".join(part.text for part in parts if not part.paths & theirs), tuple(names)
