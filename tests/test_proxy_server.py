@@ -488,7 +488,7 @@ async def test_engine_failures_use_up_no_calls() -> None:
 async def test_overflows_do_use_up_calls_so_a_compaction_loop_ends() -> None:
     engine = PlayedEngine(otherwise=[EngineOverflow("too long")])
     async with stage(engine, max_calls=3) as s:
-        statuses = [(await s.ask(f"turn {turn}")).status for turn in range(4)]
+        statuses = [(await s.ask(text)).status for text in ("one", "one", "two", "two")]
         assert statuses == [400, 400, 400, 404]
         assert s.session.ended.is_set()
 
