@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from hypothesis import HealthCheck, settings
 
 from polar_env.engine import Engine, Session
 from polar_env.engine.scripts import Scene, Turn
 from polar_env.types import ChatMessage, Delta, EngineReply, ModelRequest, Sampling, ToolSpec, WireApi
+
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Property tests on a shared machine: an example may wait for the processor."""
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "tests"
 """Where the tests keep what they download (ignored by git)."""

@@ -4,9 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_helpers import PATIENT
 from polar_env.engine import patches, scripts
 from polar_env.errors import EngineError
 
@@ -45,6 +46,7 @@ def scratch(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("patches")
 
 
+@settings(PATIENT, max_examples=40)
 @given(edits())
 def test_a_diff_read_and_written_again_is_the_same_change(scratch, edit):
     before, after = edit
@@ -53,6 +55,7 @@ def test_a_diff_read_and_written_again_is_the_same_change(scratch, edit):
         assert applied(scratch, patches.write(patches.parse(patch))) == "".join(f"{line}\n" for line in after)
 
 
+@settings(PATIENT, max_examples=40)
 @given(edits())
 def test_a_comment_where_the_fix_belongs_applies_and_adds_that_line_alone(scratch, edit):
     before, after = edit

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_helpers import BASH, CACHE, ask, play, user
+from engine_helpers import BASH, CACHE, PATIENT, ask, play, user
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import Session, scripts, tokenizer
@@ -380,6 +380,7 @@ async def test_check_refuses_an_unknown_script_before_any_rollout(tokenizer_dir)
         await engine.check()
 
 
+@PATIENT
 @given(st.lists(st.integers(0, 151_935), max_size=50))
 def test_declared_log_probs_are_finite_negative_and_the_same_every_time(ids):
     tokens = array("i", ids)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_helpers import CACHE, user
+from engine_helpers import CACHE, PATIENT, user
 from polar_env.engine import tokenizer
 from polar_env.errors import EngineError
 from polar_env.types import ChatMessage
@@ -19,6 +19,7 @@ def tokenizer_dir() -> Path:
     return tokenizer.fetch(CACHE)
 
 
+@PATIENT
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=80))
 def test_decoding_gives_back_what_was_encoded(tokenizer_dir, text):
     words = tokenizer.load(tokenizer_dir)
@@ -26,11 +27,11 @@ def test_decoding_gives_back_what_was_encoded(tokenizer_dir, text):
     assert words.encode(normal) == words.encode(text)
 
 
-def test_arguments_that_are_not_json_are_rendered_as_they_are(tokenizer_dir):
+def test_arguments_that_are_not_json_are_rendered_as_the_vllm_engine_sends_them(tokenizer_dir):
     call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": '{"command": "l'}}
     said: ChatMessage = {"role": "assistant", "content": None, "tool_calls": [call]}
     text = tokenizer.load(tokenizer_dir).template([user("x"), said, user("y")], [])
-    assert '{"name": "bash", "arguments": {"command": "l}' in text
+    assert r"""{"name": "bash", "arguments": {"arguments": "{\"command\": \"l"}}""" in text
 
 
 def test_content_parts_become_text_and_an_image_a_placeholder(tokenizer_dir):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_helpers import BASH, TOOL_ANSWER, Answer, Step, VllmServer, ask, play, user
+from engine_helpers import BASH, PATIENT, TOOL_ANSWER, Answer, Step, VllmServer, ask, play, user
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
@@ -210,12 +210,14 @@ answers = st.builds(
 )
 
 
+@PATIENT
 @given(answers, st.lists(st.integers(0, 10_000), max_size=20))
 def test_any_chunking_of_the_stream_gives_the_same_reply(answer, cuts):
     raw = answer.stream()
     assert assembled(raw, cuts) == assembled(raw, [])
 
 
+@PATIENT
 @given(answers)
 def test_a_streamed_answer_is_the_whole_answer_token_for_token(answer):
     whole = Assembly()
@@ -228,6 +230,7 @@ def test_a_streamed_answer_is_the_whole_answer_token_for_token(answer):
     assert streamed.turn.stop is plain.turn.stop
 
 
+@PATIENT
 @given(answers)
 def test_deltas_joined_are_the_turn(answer):
     deltas, reply = assembled(answer.stream(), [])

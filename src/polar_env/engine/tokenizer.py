@@ -20,6 +20,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerFast
 
 from polar_env.config import child_environment
+from polar_env.engine.vllm_wire import object_text
 from polar_env.errors import EngineError, boundary
 from polar_env.types import ChatMessage, ToolSpec
 
@@ -93,18 +94,13 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         plain["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [
-            {"type": "function", "function": {"name": c["function"]["name"], "arguments": _arguments(c)}} for c in calls
+            {
+                "type": "function",
+                "function": {"name": one["name"], "arguments": json.loads(object_text(one["arguments"]))},
+            }
+            for one in (call["function"] for call in calls)
         ]
     return plain
-
-
-def _arguments(call: Mapping[str, Any]) -> object:
-    """Arguments parsed as vLLM parses them; text that is not JSON stays text, so nothing is lost."""
-    text: str = call["function"]["arguments"]
-    try:
-        return json.loads(text) if text else {}
-    except ValueError:
-        return text
 
 
 def text_of(message: ChatMessage) -> str:

@@ -86,13 +86,13 @@ def message_body(message: ChatMessage) -> dict[str, Any]:
         body["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
         body["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _object_text(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": object_text(call["function"]["arguments"])}}
             for call in calls
         ]
     return body
 
 
-def _object_text(arguments: str) -> str:
+def object_text(arguments: str) -> str:
     """Arguments as the text of a JSON object. vLLM silently replaces anything else in the history by ``{}``."""
     try:
         if isinstance(json.loads(arguments or "{}"), dict):
