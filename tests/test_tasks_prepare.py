@@ -1,6 +1,7 @@
 """From a task to a repository and an environment: what is built, how often, and what is left when it fails."""
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -18,14 +19,16 @@ import pytest
 from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError
 from polar_env.tasks import ENV_PREFIX, Prepared, Task
+from polar_env.tasks.conda import environment_of, install_line, read_environment
+from polar_env.tasks.embedded_rows import embedded_rows
 from polar_env.tasks.once import make_once
 from polar_env.tasks.prepare import prepare
 from polar_env.tasks.process import run
 from polar_env.tasks.pythons import Interpreter, find_python
 from polar_env.tasks.registry import fetch_sdist, read_settings
 from polar_env.tasks.rows import task_of
-from polar_env.tasks.sources import git, make_repository
-from tasks_helpers import BASE, good_row, make_mirror, make_sdist, make_wheel, use_registry
+from polar_env.tasks.sources import git, make_repository, sdist_table
+from tasks_helpers import BASE, good_row, make_mirror, make_sdist, make_wheel, swebench_data, use_registry
 
 TREE = {
     "gadget.py": "answer = 41\n",
@@ -127,7 +130,7 @@ async def test_an_sdist_that_reaches_out_of_its_tree_is_refused(
     tmp_path: Path, registry: Path, evil: str, link: str
 ) -> None:
     source = make_sdist(registry, TREE, evil=evil, link=link)
-    with pytest.raises(SandboxError, match=r"unpacking gadget-1\.0\.tar\.gz"):
+    with pytest.raises(SandboxError, match=r"unpacking .*gadget-1\.0\.tar\.gz"):
         await repository(source, tmp_path / "repo")
     assert names(tmp_path) == ["registry", "repo", "store"]
     assert "out" not in names(tmp_path / "repo")
@@ -136,6 +139,14 @@ async def test_an_sdist_that_reaches_out_of_its_tree_is_refused(
 async def test_an_absolute_name_in_an_sdist_lands_in_its_tree(tmp_path: Path, registry: Path) -> None:
     await repository(make_sdist(registry, TREE, evil="gadget-1.0//etc/gadget"), tmp_path / "repo")
     assert names(tmp_path / "repo" / "etc") == ["gadget"]
+
+
+async def test_an_embedded_task_is_laid_out_under_its_real_names(tmp_path: Path) -> None:
+    source = embedded_rows()[0]["polar_source"]
+    first = await repository(source, tmp_path / "one")
+    assert first == await repository(source, tmp_path / "two")
+    assert names(tmp_path / "one") == [".git", ".gitignore", "README.md", "expiry", "pyproject.toml", "tests"]
+    assert not list((tmp_path / "one").rglob("*.txt"))
 
 
 async def test_a_mirror_gives_its_base_commit_and_nothing_later(tmp_path: Path) -> None:
@@ -169,6 +180,59 @@ async def test_a_commit_the_mirror_lacks_is_an_error_with_gits_words(tmp_path: P
     make_mirror(tmp_path / "mirror")
     with pytest.raises(SandboxError, match=r"git fetch .*exit code 128"):
         await repository({"kind": "git", "mirror": str(tmp_path / "mirror")}, tmp_path / "repo")
+
+
+# --- what the official images were built from -------------------------------------------------------------------
+
+YML = """\
+name: testbed
+dependencies:
+  - _libgcc_mutex=0.1=main
+  - certifi=2024.8.30=py39h06a4308_0
+  - iniconfig=1.1.1=pyhd3eb1b0_0
+  - openssl=3.0.15=h5eee18b_0
+  - pip=24.2=py39h06a4308_0
+  - python=3.9.20=he870216_1
+  - pip:
+      - idna==3.10
+      - pytz==2023.3.post1
+"""
+
+
+def test_a_conda_file_gives_pythons_pins() -> None:
+    assert read_environment(YML) == {
+        "python": "3.9",
+        "pip": "24.2",
+        "requirements": ["certifi==2024.8.30", "iniconfig==1.1.1", "idna==3.10", "pytz==2023.3.post1"],
+    }
+    with pytest.raises(ConfigError, match="names no python"):
+        read_environment("dependencies: []")
+
+
+def test_an_environment_is_found_by_text_by_file_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "ymls.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"acme__gadget-1": YML}).encode()))
+    assert environment_of({"environment_ymls": str(path)}, "acme__gadget-1") == read_environment(YML)
+    assert environment_of({"environment_yml": YML}, "any")["python"] == "3.9"
+    assert environment_of({}, "any") == {}
+    with pytest.raises(ConfigError, match="acme__gadget-2: no environment in"):
+        environment_of({"environment_ymls": str(path)}, "acme__gadget-2")
+
+
+def test_every_official_environment_agrees_with_the_sdist_table() -> None:
+    ymls = {"environment_ymls": f"{swebench_data()}/verified_environment_ymls.json.gz"}
+    verified = [name for name in sdist_table() if name.startswith(("psf", "pytest", "sympy", "sphinx", "django"))]
+    for name in verified:
+        recipe, official = sdist_table()[name], environment_of(ymls, name)
+        assert (recipe["python"], recipe["pip"]) == (official["python"], official["pip"]), name
+        ours, theirs = ({p.lower().replace("_", "-") for p in pins["requirements"]} for pins in (recipe, official))
+        assert theirs <= ours, name
+
+
+def test_the_install_line_is_what_the_eval_script_does_before_it_places_tests() -> None:
+    activate = "conda activate testbed\n"
+    script = f"{activate}cd /testbed\n{activate}./prepare\npip install -e .\ngit checkout b t.py\n"
+    assert install_line(script) == "./prepare && pip install -e ."
 
 
 # --- the registry -----------------------------------------------------------------------------------------------
@@ -292,6 +356,8 @@ async def test_what_is_there_and_not_whole_is_replaced(tmp_path: Path) -> None:
 BUILDER = """
 import asyncio, sys
 from pathlib import Path
+from polar_env.tasks.conda import environment_of, install_line, read_environment
+from polar_env.tasks.embedded_rows import embedded_rows
 from polar_env.tasks.once import make_once
 
 async def build(work):
@@ -367,6 +433,13 @@ async def test_an_official_image_is_preferred_to_our_recipe_where_images_run(tmp
     row = good_row(instance_id="psf__requests-6028", image="official:latest")
     prepared = await prepare(task_of(row), tmp_path, sandbox=SandboxConfig(provider="docker"))
     assert prepared.image == "official:latest"
+
+
+async def test_a_task_whose_right_fix_would_be_scored_zero_here_is_refused(tmp_path: Path) -> None:
+    task = task_of(good_row(instance_id="psf__requests-2931"))
+    with pytest.raises(ConfigError, match=r"packets to 10\.0\.0\.0/8 to vanish"):
+        await prepare(task, tmp_path, sandbox=SandboxConfig())
+    assert (await prepare(task, tmp_path, sandbox=SandboxConfig(provider="docker"))).image == "acme/gadget:latest"
 
 
 async def test_a_sif_is_for_apptainer(tmp_path: Path) -> None:
@@ -482,6 +555,22 @@ async def test_another_recipe_is_another_place_and_shares_the_pins(shop: tuple[P
     assert not (prepared.repo / "build").exists()
     assert len([path for path in (shop[0] / "store" / "envs").iterdir() if path.is_dir()]) == 1
     shutil.rmtree(prepared.repo.parent)
+
+
+async def test_a_mirrors_task_is_installed_as_its_eval_script_says(
+    shop: tuple[Path, Task], ids: list[str], tmp_path: Path
+) -> None:
+    base, _ = make_mirror(tmp_path / "mirror")
+    script = (
+        "conda activate testbed\npython -c 'import cogs' && mkdir build && touch build/installed\ngit checkout b t.py\n"
+    )
+    source = {"kind": "git", "mirror": str(tmp_path / "mirror"), "requirements": shop[1].source["requirements"]}
+    task = task_of(good_row(polar_source=source, base_commit=base, eval_script=script))
+    prepared = await prepare(task, shop[0] / "store", sandbox=SandboxConfig())
+    assert prepared.repo is not None
+    assert (prepared.repo / "build" / "installed").exists()
+    assert prepared.eval_rewrites[0] == (base, prepared.base_commit)
+    assert await git(prepared.repo, "rev-parse", "HEAD~1") == base
 
 
 async def test_a_damaged_place_is_built_again(shop: tuple[Path, Task], ids: list[str]) -> None:

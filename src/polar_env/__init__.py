@@ -71,6 +71,7 @@ NeMo Gym, and the command line goes through the same two.
         pythons.py           the interpreter those pins were made for
         process.py           build steps as child processes
         once.py              directories made once between all processes
+        conda.py             what the official images were built from, read back
       grade/                 what the harness left behind becomes a verdict
         patch.py             the change, extracted against a pristine git directory, and judged
         diff.py              git patches as data, read byte by byte

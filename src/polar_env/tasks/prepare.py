@@ -18,6 +18,7 @@ from typing import Any
 from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.tasks import ENV_PREFIX, Prepared, Task
+from polar_env.tasks.conda import environment_of, install_line
 from polar_env.tasks.embedded_rows import tree_digest
 from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, install_project
 from polar_env.tasks.once import make_once
@@ -47,7 +48,12 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
         return _from_image(task, kind, sandbox)
     if kind not in ("sdist", "git", "embedded"):
         raise ConfigError(f"{task.task_id}: source kind {kind!r} is unknown; use sdist, git, embedded, image or sif")
-    recipe = _recipe(task)
+    if route := task.source.get("needs_route"):
+        raise ConfigError(
+            f"{task.task_id}: some of its tests need packets to {route} to vanish, and a sandbox without network "
+            "answers at once: the right fix would be scored 0. Leave it out or run its official image"
+        )
+    recipe = await asyncio.to_thread(_recipe, task)
     store = _absolute(store)
     place = store / "tasks" / f"{_safe(task.task_id)}-{_digest(recipe)}"
     await make_once(place, _whole, partial(_build, recipe, store))
@@ -75,6 +81,9 @@ def _from_image(task: Task, kind: str, sandbox: SandboxConfig) -> Prepared:
 def _recipe(task: Task) -> dict[str, Any]:
     """Everything that shapes the prepared task, as plain JSON."""
     source = dict(task.source)
+    if source["kind"] == "git":
+        derived = environment_of(source, task.task_id) | {"install": install_line(str(task.row["eval_script"]))}
+        source = derived | {key: value for key, value in source.items() if not key.startswith("environment_yml")}
     minor = str(source.get("python") or f"{sys.version_info.major}.{sys.version_info.minor}")
     recipe = {"format": FORMAT, "source": source, "python": minor, "base_commit": str(task.row["base_commit"])}
     if source["kind"] == "embedded":
