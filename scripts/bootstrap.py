@@ -148,10 +148,20 @@ def find_python(wanted: str = "") -> Python:
     """The interpreter named by ``wanted`` (POLAR_PYTHON), else the best of this machine."""
     if not wanted:
         return choose([python for python in map(probe, candidates()) if python])
-    python = probe(shutil.which(wanted) or wanted)
+    python = named(wanted)
     if python is None:
         raise BootstrapError(f"POLAR_PYTHON={wanted} does not run. Give the path of a Python >= 3.11, or unset it.")
     return choose([python])
+
+
+def named(wanted: str) -> Python | None:
+    """A path or a command; ``3.12`` and ``python3.12`` also find what PATH hides (a pyenv version not active)."""
+    python = probe(shutil.which(wanted) or wanted)
+    minor = re.match(r"(?:python)?(3\.\d+)$", wanted)
+    if python or not minor:
+        return python
+    found = [python for python in map(probe, candidates()) if python and python.name.startswith(minor.group(1) + ".")]
+    return max(found, key=rank) if found else None
 
 
 def route(version: Version) -> str:
@@ -301,8 +311,8 @@ def up_to_date(venv: Path, profile: str, wanted: str = "") -> bool:
     have = {str(extra) for extra in extras} if isinstance(extras, list) else set()
     same = stamp.get("fingerprint") == fingerprint(profile) and set(EXTRAS.get(profile, ())) <= have
     if wanted and same:
-        named = probe(shutil.which(wanted) or wanted)
-        same = named is not None and named.executable == stamp.get("executable")
+        python = named(wanted)
+        same = python is not None and python.executable == stamp.get("executable")
     return same and probe(str(venv / "bin" / "python")) is not None
 
 
@@ -363,14 +373,13 @@ def install_project(inside: str, python: Python, profile: str) -> None:
     say("  [4/4] installing polar_env[{}]".format(",".join(extras)))
     uv = [str(Path(inside).with_name("uv")), "pip", "install", "--python", inside]
     env = uv_env(pip_settings(inside))
-    target = ["--python-version", ".".join(map(str, GYM_FLOOR))] if way == "target" else []
-    wanted = ["-e", "{}[{}]".format(ROOT, ",".join(extras))]
-    if way == "metadata":
+    floor = ["--python-version", ".".join(map(str, GYM_FLOOR))]
+    wanted = ["-e", f"{ROOT}[{','.join(extras)}]"]
+    if way == "metadata":  # its wheel is pure Python: only the declaration has to be passed
         say("      nemo-gym first, past its declared floor, without its requirements")
-        past = ["--no-deps", "--ignore-requires-python", "-q", gym_requirement()]
-        run([inside, "-m", "pip", "install", *past], "installing nemo-gym")
+        run([*uv, *floor, "--no-deps", gym_requirement()], "installing nemo-gym", env)
         wanted += requirements_of(inside, "nemo-gym")
-    run([*uv, *target, *wanted], "installing packages", env)
+    run([*uv, *(floor if way == "target" else []), *wanted], "installing packages", env)
     run([inside, "-c", "import polar_env.config, nemo_gym"], "importing what was installed")
 
 

@@ -119,6 +119,21 @@ def test_the_user_may_name_the_python(bootstrap: ModuleType, tmp_path: Path, mon
         bootstrap.find_python(str(tmp_path / "nothing"))
 
 
+def test_a_named_version_is_found_where_path_hides_it(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyenv's shims answer only for the versions that are active."""
+    interpreter(tmp_path / "shims", "python3.12", "pyenv: python3.12: command not found")
+    answer = json.dumps(["/opt/py312", [3, 12, 77], True])
+    interpreter(tmp_path / "pyenv" / "versions" / "3.12.77" / "bin", "python3", answer)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    assert bootstrap.find_python("python3.12").version == (3, 12, 77)
+    assert bootstrap.find_python("3.12").executable == "/opt/py312"
+    with pytest.raises(bootstrap.BootstrapError, match=r"POLAR_PYTHON=3\.97 does not run"):
+        bootstrap.find_python("3.97")
+
+
 # --- how NeMo Gym gets onto it ----------------------------------------------------------------------------------
 
 
@@ -412,8 +427,8 @@ def test_ci_leaves_rows_that_were_named_and_does_without(tmp_path: Path) -> None
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("minor", ["3.11", "3.12", "3.13"])
-def test_a_checkout_becomes_runnable(checkout: Path, minor: str) -> None:
-    if not shutil.which(f"python{minor}"):
+def test_a_checkout_becomes_runnable(bootstrap: ModuleType, checkout: Path, minor: str) -> None:
+    if bootstrap.named(minor) is None:
         pytest.skip(f"no python{minor} here")
     for name in ("src", "conf"):
         shutil.copytree(REPO / name, checkout / name)
