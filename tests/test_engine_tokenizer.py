@@ -1,6 +1,8 @@
 """The real tokenizer and chat template, and how they are fetched."""
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -113,3 +115,22 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer_dir, tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     with pytest.raises(EngineError, match="no chat template"):
         tokenizer.Tokenizer(tmp_path)
+
+
+def fresh(statements: str) -> str:
+    """What a new interpreter prints, on either stream."""
+    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def test_the_library_is_loaded_only_with_a_tokenizer_and_does_not_ask_for_torch(tokenizer_dir):
+    start = "import sys; from pathlib import Path; from polar_env.engine import tokenizer;"
+    assert fresh(start + "print('transformers' in sys.modules)") == "False\n"
+    load = f"tokenizer.load(Path({str(tokenizer_dir)!r})); print('transformers' in sys.modules)"
+    assert fresh(start + load) == "True\n"
+
+
+def test_without_the_library_the_error_says_what_to_install():
+    blocked = "import sys; sys.modules['transformers'] = None; from polar_env.engine import tokenizer;"
+    asked = "\ntry: tokenizer.Tokenizer('x')\nexcept Exception as error: print(type(error).__name__, error)"
+    assert "EngineError the scripted engine needs transformers: pip install" in fresh(blocked + asked)

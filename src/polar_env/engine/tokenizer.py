@@ -6,7 +6,9 @@ arguments are parsed before the template sees them, content parts become text, t
 
 import functools
 import hashlib
+import importlib
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -15,9 +17,7 @@ import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from transformers import PreTrainedTokenizerFast
+from typing import Any
 
 from polar_env.config import child_environment
 from polar_env.engine.vllm_wire import object_text
@@ -46,8 +46,9 @@ class Tokenizer:
         Raises:
             EngineError: when the directory holds no usable tokenizer with a chat template.
         """
+        fast: Any = _transformers().PreTrainedTokenizerFast
         with boundary(EngineError, f"loading the tokenizer from {directory}"):
-            found = cast("Any", PreTrainedTokenizerFast).from_pretrained(str(directory), local_files_only=True)
+            found = fast.from_pretrained(str(directory), local_files_only=True)
         if not found.chat_template:
             raise EngineError(f"{directory} has no chat template; use a tokenizer directory of a chat model")
         self._pretrained: Any = found
@@ -75,6 +76,23 @@ class Tokenizer:
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> "array[int]":
         """Prompt ids [P] for the next assistant turn."""
         return self.encode(self.template(messages, tools))
+
+
+def _transformers() -> Any:
+    """The library, imported when first needed: it is an extra, and half a second that other engines need not wait."""
+    told = logging.getLogger("transformers")
+    told.addFilter(_without_torch_advice)
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise EngineError("the scripted engine needs transformers: pip install 'polar_env[scripted]'") from error
+    finally:
+        told.removeFilter(_without_torch_advice)
+
+
+def _without_torch_advice(record: logging.LogRecord) -> bool:
+    """A tokenizer needs no torch, so the library's advice to install it would only worry people."""
+    return "PyTorch was not found" not in record.getMessage()
 
 
 @functools.lru_cache(maxsize=4)
