@@ -45,6 +45,7 @@ NeMo Gym, and the command line goes through the same two.
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store
         reading.py           event streams and request marks
+        quiet.py             keeps an event stream short enough to read its ending
         claude_code.py       Claude Code
         codex.py             Codex CLI
         pi.py                Pi
