@@ -43,14 +43,14 @@ class Worker:
         Raises:
             GradeError: the worker died, was too slow (it is killed), or could not do what was asked.
         """
-        with self._lock, boundary(GradeError, "asking the grading process"):
-            process = self._running()
-            assert process.stdin is not None
+        with self._lock, boundary(GradeError, "reading the grading process's answer"):
             try:
+                process = self._running()
+                assert process.stdin is not None
                 process.stdin.write(json.dumps(dict(request)).encode() + b"\n")
                 process.stdin.flush()
                 line = self._line(process, timeout)
-            except (BrokenPipeError, TimeoutError) as error:
+            except OSError as error:  # it died (BrokenPipeError), was too slow (TimeoutError) or could not be started
                 words = self._words()
                 self._end()
                 raise GradeError(f"the grading process failed ({error or type(error).__name__}): {words}") from None
