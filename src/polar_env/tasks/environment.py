@@ -81,7 +81,7 @@ async def _build(pins: Pins, python: Interpreter, work: Path) -> None:
     repo, env = work / "empty", work / "env"
     repo.mkdir()
     env.mkdir()
-    chamber = _Chamber(python, repo, env, await pip_settings(), network=True)
+    chamber = _Chamber(python, repo, env, _reaching_out() | await pip_settings(), network=True)
     await chamber.run((python.binary, "-m", "venv", ENV_PREFIX), "making the virtual environment")
     pip = (f"{ENV_PREFIX}/bin/python", "-m", "pip", "install", "-q")
     tools = [f"pip=={pins.pip}"] if pins.pip else []
@@ -105,14 +105,13 @@ class _Chamber:
     async def run(self, argv: Sequence[str], doing: str) -> None:
         inside = dict(ENV_VARS) | {"HOME": "/tmp", "TERM": "dumb"}  # noqa: S108 - a private tmpfs of the sandbox
         if self.network:
-            for key in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION"):
-                del inside[key]
-            ours = {k: v for k, v in child_environment().items() if not k.startswith(("PIP_", "UV_", "npm", "NPM"))}
-            inside = ours | inside | dict(self.settings)
+            inside = {k: v for k, v in inside.items() if k not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
+            inside |= self.settings
         await run((_bwrap(), *self._options(), "--", *argv), doing, env=inside)
 
     def _options(self) -> Iterator[str]:
         yield from ("--die-with-parent", "--unshare-pid", "--unshare-ipc", "--proc", "/proc", "--dev", "/dev")
+        yield from ("--cap-drop", "ALL", "--new-session")  # a build runs the packages' own code, here maybe as root
         yield from ("--tmpfs", "/tmp", "--chdir", WORKDIR)  # noqa: S108
         if not self.network:
             yield "--unshare-net"
@@ -126,15 +125,23 @@ class _Chamber:
         yield from ("--bind", str(self.repo), WORKDIR, "--bind", str(self.env), ENV_PREFIX)
 
     def _needed_online(self) -> Iterator[Path]:
-        """Name resolution, certificates and local package folders that pip's settings name."""
+        """Name resolution, certificates and local package folders that the settings name."""
         if not self.network:
             return
-        yield Path("/etc/resolv.conf").resolve()
-        for word in " ".join(self.settings.values()).split():
+        resolver = str(Path("/etc/resolv.conf").resolve())
+        for word in (resolver, *" ".join(self.settings.values()).split()):
             path = Path(unquote(urlsplit(word).path) if word.startswith("file://") else word)
             if path.is_absolute() and path.exists() and not path.is_relative_to("/usr"):
                 # A local index links to files beside it.
                 yield path.parent if word.startswith("file://") and len(path.parts) > 2 else path
+
+
+def _reaching_out() -> dict[str, str]:
+    """Our own variables that say how the network is reached: proxies and certificates, nothing else."""
+    words = ("proxy", "ssl_cert", "ca_bundle")
+    return {
+        k: v for k, v in child_environment().items() if any(w in k.lower() for w in words) and "npm" not in k.lower()
+    }
 
 
 def _bwrap() -> str:

@@ -1,6 +1,7 @@
 """Base interpreters: the Python minor a task's pins were made for, found on this machine or installed by uv."""
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ async def find_python(minor: str) -> Interpreter:
         return found
     raise ConfigError(
         f"this task needs Python {minor} (with venv and ensurepip) and none was found on PATH, under ~/.pyenv or "
-        f"through uv; install one (`pyenv install {minor}`, `uv python install {minor}`) or leave the task out"
+        f"through uv; install one (`pip install uv`, then `uv python install {minor}`) or leave the task out"
     )
 
 
@@ -71,7 +72,8 @@ async def _probe(binary: Path, minor: str) -> Interpreter | None:
 
 async def _from_uv(minor: str) -> Interpreter | None:
     """uv's interpreter, installed when it has none; ``None`` without uv or without its download site."""
-    uv = shutil.which("uv", path=child_environment().get("PATH"))
+    beside_us = f"{child_environment().get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    uv = shutil.which("uv", path=beside_us)
     if uv is None:
         return None
     env = child_environment("XDG_") | {"HOME": str(Path.home())}
