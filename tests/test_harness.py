@@ -16,6 +16,7 @@ from harness_helpers import INSTRUCTION, a_job, build, ended
 from polar_env.errors import ConfigError, HarnessError
 from polar_env.harness import HARNESSES, HOME, Harness, Launch
 from polar_env.harness.mini_swe_agent import LAUNCHER, LAUNCHER_FILE
+from polar_env.harness.reading import without
 from polar_env.types import CallKind, Outcome
 
 CATALOG = {
@@ -474,6 +475,38 @@ def test_classifying_never_fails_on_what_a_harness_may_send(body: dict[str, Any]
 def test_a_line_of_absurd_depth_is_passed_over():
     deep = '{"a":' * 100_000
     assert reader("claude_code").read(ended(lines(deep, CLAUDE_OK))).outcome is Outcome.COMPLETED
+
+
+# --- dropping chatter -------------------------------------------------------------------------------------------
+
+
+async def test_chatter_is_dropped_and_input_errors_and_exit_code_are_the_program_s():
+    """A printf stands for the harness: one event per token, then the ending."""
+    program = """read line; printf '{"a":1}\\n{"b":"%s"}\\n{"a":2}\\n' "$line"; echo oops >&2; exit 7"""
+    argv = without(('^{"a":', '^{"c":'), ("sh", "-c", program))
+    process = await asyncio.create_subprocess_exec(*argv, stdin=-1, stdout=-1, stderr=-1)
+    out, err = await process.communicate(b"from stdin\n")
+    assert (out, err, process.returncode) == (b'{"b":"from stdin"}\n', b"oops\n", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "kept"),
+    [
+        ("pi", '{"type":"message_update","usage":{}}', False),
+        ("pi", '{"type":"tool_execution_update","toolCallId":"1"}', False),
+        ("pi", '{"type":"agent_end","messages":[]}', True),
+        ("pi", '{"type":"message_end","message":{"content":[{"type":"message_update"}]}}', True),
+        ("codex", '{"type":"item.completed","item":{"id":"item_1","type":"command_execution"}}', False),
+        ("codex", '{"type":"item.started","item":{"id":"item_1","type":"command_execution"}}', False),
+        ("codex", '{"type":"item.completed","item":{"id":"item_1","type":"agent_message"}}', True),
+    ],
+)
+async def test_what_decides_the_ending_is_never_taken_for_chatter(tmp_path: Path, name: str, line: str, kept: bool):
+    launch = (await ready(name, tmp_path)).launch(a_job())
+    wrapper = launch.argv[: launch.argv.index("harness") + 1]
+    process = await asyncio.create_subprocess_exec(*wrapper, "echo", line, stdout=-1)
+    out, _ = await process.communicate()
+    assert out.decode() == (f"{line}\n" if kept else "")
 
 
 # --- mini-swe-agent's launcher ----------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ from polar_env.config import HarnessConfig, child_environment
 from polar_env.errors import HarnessError, boundary
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, install_npm, once, run
-from polar_env.harness.reading import died, failure, items, json_lines, mapping, string, tail, timeout
+from polar_env.harness.reading import died, failure, items, json_lines, mapping, string, tail, timeout, without
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "0.169.0"
 CODEX_HOME = f"{HOME}/.codex"
 """Not below /tmp: Codex refuses to put its helper programs there and loses apply_patch."""
 KEY_VARIABLE = "POLAR_API_KEY"
+
+CHATTER = ('^{"type":"item[.][a-z]*","item":{"id":"[^"]*","type":"command_execution"',)
+"""A command's output, up to a mebibyte of it each."""
 
 SUB_AGENT_KINDS: Mapping[str, CallKind] = {"compact": CallKind.COMPACTION, "memory_consolidation": CallKind.SIDE}
 """Values of ``x-openai-subagent`` that do not mean a worker of the task."""
@@ -62,7 +65,7 @@ class Codex:
             f"{CODEX_HOME}/models.json": json.dumps({"models": [_for_job(self._entry, job)]}).encode(),
         }
         env = {"HOME": HOME, "CODEX_HOME": CODEX_HOME, KEY_VARIABLE: job.key}
-        return Launch(argv=argv, env=env, files=files, stdin=job.instruction.encode())
+        return Launch(argv=without(CHATTER, argv), env=env, files=files, stdin=job.instruction.encode())
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
         """By the headers Codex puts on every request (design: harnesses §10)."""

@@ -12,15 +12,23 @@ from typing import Any
 from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import NODE, OPT, install_npm, node_mount
-from polar_env.harness.reading import died, failure, flat_text, json_lines, kind_by_system, mapping, string, timeout
+from polar_env.harness.reading import (
+    died,
+    failure,
+    flat_text,
+    json_lines,
+    kind_by_system,
+    mapping,
+    string,
+    timeout,
+    without,
+)
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "1.6.0"
 AGENT_DIR = f"{HOME}/.pi/agent"
-FILTER = """"$@" | grep --line-buffered -v -e '^{"type":"message_update"' -e '^{"type":"tool_execution_update"'"""
-"""Pi prints an event of some 300 bytes for every token and repeats a tool's whole output while it grows: a long run
-would fill the sandbox's output limit before its ending. Pi's own exit code, which this hides, says nothing in JSON
-mode."""
+CHATTER = ('^{"type":"message_[su]', '^{"type":"tool_execution_', '^{"type":"turn_end"')
+"""An event of some 300 bytes for every token, a tool's whole output again and again while it grows, and repetitions."""
 
 
 class Pi:
@@ -43,8 +51,7 @@ class Pi:
     def launch(self, job: Job) -> Launch:
         # Node is named by path: putting it into PATH would show it to the agent's own commands.
         argv = (
-            *("/bin/sh", "-c", FILTER, "pi", NODE, f"{OPT}/{self.name}/bin/pi", "-p", "--mode", "json"),
-            *("--provider", "polar", "--model", job.model),
+            *(NODE, f"{OPT}/{self.name}/bin/pi", "-p", "--mode", "json", "--provider", "polar", "--model", job.model),
             *("--thinking", "off", "--no-session", "--tools", "bash,edit,read,write"),
             *("--no-approve", "--no-skills", "--no-extensions", "--no-prompt-templates", "--no-mcp"),
         )
@@ -53,7 +60,9 @@ class Pi:
             f"{AGENT_DIR}/settings.json": json.dumps(_settings(job)).encode(),
         }
         env = {"HOME": HOME, "PI_OFFLINE": "1", "PI_TELEMETRY": "0", "PI_CODING_AGENT_DIR": AGENT_DIR}
-        return Launch(argv=(*argv, *self._extra), env=env, files=files, stdin=job.instruction.encode())
+        return Launch(
+            argv=without(CHATTER, (*argv, *self._extra)), env=env, files=files, stdin=job.instruction.encode()
+        )
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
         """A compaction has its own system prompt and no tools; Pi has no sub-agents."""
