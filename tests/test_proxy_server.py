@@ -60,6 +60,15 @@ async def test_a_closed_session_gets_410_and_nothing_more_is_recorded() -> None:
         assert len(engine.requests) == 1
 
 
+async def test_only_the_latest_closed_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polar_env.proxy.server.REMEMBERED", 1)
+    async with stage(PlayedEngine()) as s:
+        older, newer = s.open("older"), s.open("newer")
+        for session in (older, newer):
+            await session.close()
+        assert [(await s.ask("hi", key=session.key)).status for session in (older, newer)] == [401, 410]
+
+
 async def test_one_session_closed_leaves_its_neighbour_alone() -> None:
     async with stage(PlayedEngine()) as s:
         other = s.open("other")

@@ -5,9 +5,10 @@ No sockets: ``server`` hands in decoded requests and carries attempts back to cl
 What the harness is told, and why (statuses measured on the real CLIs):
 
 - over ``max_concurrent``: 429, always with Retry-After.
-- over ``max_calls``: 404, the one status after which Claude Code, Codex and mini-swe-agent all stop within seconds
-  (a 400 makes mini-swe-agent retry for minutes and Claude Code rewrite its request, a 401 makes Claude Code retry 10
-  times). ``ended`` is set as well, so a harness that carries on regardless can be killed.
+- over ``max_calls``: 404, after which the CLIs stop by themselves: Claude Code 2.1.332 after 2 requests, Codex 0.169.0
+  after 6 (7 s), Pi 1.6.0 and mini-swe-agent 2.4.6 after 1. A 403 or 400 makes mini-swe-agent retry for minutes, a 400
+  makes Claude Code rewrite its request, a 401 makes it retry 10 times. ``ended`` is set as well: a harness that carries
+  on regardless can be killed.
 - a full context window: the dialect's own 400, so that it compacts. The same body overflows again, so a retry is told
   so without the engine: the first time may have come too late for an HTTP status.
 - engine failures: 503, which every harness retries. After ``MAX_FAILURES`` in a row the engine counts as dead:
