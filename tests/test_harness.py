@@ -16,7 +16,7 @@ from harness_helpers import INSTRUCTION, a_job, build, ended
 from polar_env.errors import ConfigError, HarnessError
 from polar_env.harness import HARNESSES, HOME, Harness, Launch
 from polar_env.harness.mini_swe_agent import LAUNCHER, LAUNCHER_FILE
-from polar_env.harness.reading import without
+from polar_env.harness.quiet import without
 from polar_env.types import CallKind, Outcome
 
 CATALOG = {

@@ -16,7 +16,8 @@ from polar_env.config import HarnessConfig, child_environment
 from polar_env.errors import HarnessError, boundary
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, install_npm, once, run
-from polar_env.harness.reading import died, failure, items, json_lines, mapping, string, tail, timeout, without
+from polar_env.harness.quiet import without
+from polar_env.harness.reading import died, failure, items, json_lines, mapping, string, tail, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "0.169.0"

@@ -12,17 +12,8 @@ from typing import Any
 from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import NODE, OPT, install_npm, node_mount
-from polar_env.harness.reading import (
-    died,
-    failure,
-    flat_text,
-    json_lines,
-    kind_by_system,
-    mapping,
-    string,
-    timeout,
-    without,
-)
+from polar_env.harness.quiet import without
+from polar_env.harness.reading import died, failure, flat_text, json_lines, kind_by_system, mapping, string, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "1.6.0"
