@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError
@@ -249,11 +252,62 @@ async def test_an_sdist_is_fetched_once_and_checked_again(tmp_path: Path, regist
     assert names(tmp_path / "store") == [path.name]
 
 
+async def test_an_sdist_comes_from_an_index_as_well_as_from_a_folder(
+    tmp_path: Path, registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_sdist(registry, TREE)
+    page = tmp_path / "simple" / "gadget"
+    await asyncio.to_thread(page.mkdir, parents=True)
+    link = f"../../registry/{source['file']}#sha256={source['sha256']}"
+    (page / "index.html").write_text(f'<!DOCTYPE html><html><body><a href="{link}">{source["file"]}</a></body></html>')
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "simple").as_uri())
+    path = await fetch_sdist(tmp_path / "store", "gadget", source["file"], source["sha256"])
+    assert path.read_bytes() == (registry / source["file"]).read_bytes()
+
+
+async def test_two_fetches_at_once_do_not_share_a_file(tmp_path: Path, registry: Path) -> None:
+    source = make_sdist(registry, TREE)
+    fetch = partial(fetch_sdist, tmp_path / "store", "gadget", source["file"], source["sha256"])
+    async with asyncio.TaskGroup() as group:
+        found = [group.create_task(fetch()) for _ in range(2)]
+    assert found[0].result() == found[1].result()
+    assert names(tmp_path / "store") == [found[0].result().name]
+
+
 async def test_other_bytes_than_the_pinned_ones_are_not_used(tmp_path: Path, registry: Path) -> None:
     source = make_sdist(registry, TREE)
     with pytest.raises(SandboxError, match="does not have the sha256 0000"):
         await fetch_sdist(tmp_path / "store", "gadget", source["file"], "0" * 64)
     assert not names(tmp_path / "store")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["index-url", "find-links", "cert", "proxy", "retries"]),
+        st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30),
+    )
+)
+def test_any_setting_comes_through_as_pip_prints_it(settings: dict[str, str]) -> None:
+    listing = "\n".join(f"global.{key}={value!r}" for key, value in settings.items())
+    expected = {f"PIP_{key.upper().replace('-', '_')}": value for key, value in settings.items()}
+    assert read_settings(listing) == expected
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z0-9]", fullmatch=True).filter(lambda name: name not in ("pip", "python"))
+VERSIONS = st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){0,2}", fullmatch=True)
+
+
+@given(st.dictionaries(NAMES, VERSIONS, max_size=6), st.dictionaries(NAMES, VERSIONS, max_size=6))
+def test_every_python_package_of_a_conda_file_is_pinned_and_no_library(
+    packages: dict[str, str], libraries: dict[str, str]
+) -> None:
+    libraries = {name: version for name, version in libraries.items() if name not in packages}
+    lines = [f"  - {name}={version}=py39h1234_0" for name, version in packages.items()]
+    lines += [f"  - {name}={version}=h1234_0" for name, version in libraries.items()]
+    found = read_environment("\n".join(["dependencies:", "  - python=3.9.20=he870216_1", *lines]))
+    assert found["requirements"] == [f"{name}=={version}" for name, version in packages.items()]
 
 
 def test_pips_settings_are_read_with_pips_own_precedence() -> None:
@@ -591,6 +645,24 @@ async def test_a_project_that_needs_the_network_to_install_fails_with_its_own_wo
         await prepare(task, shop[0] / "store", sandbox=SandboxConfig())
     left = [name for name in names(shop[0] / "store" / "tasks") if "gadget-9" in name]
     assert all(name.endswith(".lock") for name in left)
+
+
+async def cancelled_while_it_sleeps(task: Task, store: Path) -> None:
+    async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+        group.create_task(prepare(task, store, sandbox=SandboxConfig()))
+        while not sleepers():  # noqa: ASYNC110 - another process tells nobody that it started
+            await asyncio.sleep(0.05)
+        limit.reschedule(0.0)
+
+
+async def test_a_cancelled_preparation_leaves_no_process_and_no_half_made_task(
+    shop: tuple[Path, Task], ids: list[str]
+) -> None:
+    task = Task("acme__gadget-7", "", shop[1].row, dict(shop[1].source) | {"install": "exec sleep 7331"})
+    with pytest.raises(TimeoutError):
+        await cancelled_while_it_sleeps(task, shop[0] / "store")
+    assert not sleepers()
+    assert [name for name in names(shop[0] / "store" / "tasks") if "gadget-7" in name and ".lock" not in name] == []
 
 
 def test_a_killed_preparation_leaves_no_process(shop: tuple[Path, Task], ids: list[str]) -> None:

@@ -3,7 +3,12 @@
 import gzip
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -14,7 +19,7 @@ from hypothesis import strategies as st
 from polar_env.errors import ConfigError
 from polar_env.tasks.embedded_rows import embedded_rows, tree_digest
 from polar_env.tasks.rows import load, resolve, task_of
-from polar_env.tasks.sources import sdist_table
+from polar_env.tasks.sources import copy_embedded, sdist_table
 from tasks_helpers import BASE, good_row, swebench_data, write_jsonl
 
 
@@ -227,6 +232,40 @@ def test_embedded_patches_never_share_a_file_with_the_hidden_tests() -> None:
 def test_the_digest_of_an_embedded_tree_tells_trees_apart() -> None:
     assert len({tree_digest(name) for name in ("spans", "expiry", "rowfeed")}) == 3
     assert tree_digest("spans") == tree_digest("spans")
+
+
+def outcomes(tree: Path) -> dict[str, str]:
+    """Test id -> outcome of a whole pytest run over an embedded repository."""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    argv = [sys.executable, "-B", "-m", "pytest", "-rA", "--rootdir", str(tree), "tests"]
+    done = subprocess.run(argv, cwd=tree, env=env, check=False, capture_output=True, text=True)
+    return {m[2]: m[1] for m in re.finditer(r"^(PASSED|FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)}
+
+
+def apply(tree: Path, patch: str) -> None:
+    subprocess.run(["git", "apply", "--unsafe-paths", "-"], cwd=tree, input=patch.encode(), check=True)
+
+
+@pytest.mark.parametrize("row", embedded_rows(), ids=lambda row: row["instance_id"])
+def test_the_lists_of_an_embedded_row_are_what_its_tests_do(tmp_path: Path, row: dict[str, Any]) -> None:
+    to_fix, to_keep = json.loads(row["FAIL_TO_PASS"]), json.loads(row["PASS_TO_PASS"])
+    copy_embedded(row["polar_source"]["path"], tmp_path)
+    assert set(outcomes(tmp_path).values()) == {"PASSED"}, "the visible tests do not show the bug"
+    apply(tmp_path, row["test_patch"])
+    broken = outcomes(tmp_path)
+    assert {name for name, outcome in broken.items() if outcome != "PASSED"} == set(to_fix)
+    assert {name for name, outcome in broken.items() if outcome == "PASSED"} == set(to_keep)
+    apply(tmp_path, row["patch"])
+    assert outcomes(tmp_path) == dict.fromkeys([*to_fix, *to_keep], "PASSED")
+
+
+@pytest.mark.parametrize("row", embedded_rows(), ids=lambda row: row["instance_id"])
+def test_an_embedded_issue_gives_away_neither_fix_nor_tests(row: dict[str, Any]) -> None:
+    shown = task_of(row).instruction
+    for patch in (row["patch"], row["test_patch"]):
+        added = [line[1:].strip() for line in patch.splitlines() if line.startswith("+") and len(line) > 30]
+        assert added
+        assert not [line for line in added if line in shown]
 
 
 # --- the official rows ------------------------------------------------------------------------------------------
