@@ -1,8 +1,9 @@
 """Rollouts on an embedded task with a small agent of our own, against a scripted or a broken engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ def python(code: str) -> tuple[str, ...]:
 async def settings(sessions: Path, **groups: Any) -> PolarConfig:
     """The configuration of these tests: scripted engine, embedded data, tiny agent; ``groups`` override."""
     base: dict[str, Any] = {
-        "engine": {"kind": "scripted", "tokenizer": str(await asyncio.to_thread(tokenizer.fetch, STORE)), "scripts": ["fix"]},
+        "engine": {
+            "kind": "scripted",
+            "tokenizer": str(await asyncio.to_thread(tokenizer.fetch, STORE)),
+            "scripts": ["fix"],
+        },
         "harness": {"name": "shell", "command": python(AGENT)},
         "store": {"cache": str(STORE), "sessions": str(sessions)},
         "data": "embedded",
@@ -51,8 +56,24 @@ def job(config: PolarConfig, index: int = 0) -> RolloutJob:
     return RolloutJob(task, config.harness, Sampling(temperature=1.0, top_p=1.0, max_tokens=1024), index)
 
 
-@asynccontextmanager
-async def proxy_for(config: PolarConfig) -> AsyncGenerator[Any]:
-    """The proxy alone, for tests that start several rollouts."""
-    async with open_proxy(config) as proxy:
-        yield proxy
+def left_running() -> list[str]:
+    """Processes under this one that a rollout started: everything but the grader's worker, which serves them all."""
+    parents = dict(_statuses())
+    ours = [pid for pid in parents if _descends(pid, os.getpid(), parents)]
+    commands = [(Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in ours]
+    return [command for command in commands if command and "polar_env.grade.report" not in command]
+
+
+def _statuses() -> Iterator[tuple[int, int]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents:
+        pid = parents[pid]
+        if pid == ancestor:
+            return True
+    return False

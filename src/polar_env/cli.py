@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polar_env.config import PolarConfig, compose, environment
+from polar_env.config import PolarConfig, compose, environment, override
 from polar_env.errors import PolarError
 from polar_env.gym import ROOT
 from polar_env.types import Sampling
@@ -68,11 +68,11 @@ def _settings(arguments: argparse.Namespace, engine: str) -> PolarConfig:
     """conf/ plus the flags. POLAR_CACHE moves the cache, as CI and clusters need."""
     overrides = [f"engine={arguments.engine or engine}"]
     if arguments.data:
-        overrides.append(f"data='{arguments.data}'")
+        overrides.append(override("data", arguments.data))
     if arguments.model_url:
-        overrides.append(f"engine.base_urls=[{arguments.model_url}]")
+        overrides.append(override("engine.base_urls", _names(arguments.model_url)))
     if cache := environment("POLAR_CACHE"):
-        overrides.append(f"store.cache={cache}")
+        overrides.append(override("store.cache", cache))
     return compose([*overrides, *arguments.overrides])
 
 

@@ -4,16 +4,20 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from census import census
-from engine_helpers import broken_engine
-from rollout_helpers import AGENT, job, proxy_for, python, roll, settings
 
+from engine_helpers import Answer, VllmServer
 from polar_env.capture import rebuild
 from polar_env.gym import contract, rows
-from polar_env.rollout import rollout
-from polar_env.types import Outcome, RolloutResult, VerdictStatus
+from polar_env.proxy.server import ProxyServer
+from polar_env.rollout import make_engine, open_proxy, rollout
+from polar_env.types import HoleKind, Outcome, RolloutResult, VerdictStatus
+from rollout_helpers import AGENT, job, left_running, python, roll, settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def real_engine(server: VllmServer) -> dict:
+    return {"kind": "vllm", "base_urls": [server.url], "model": server.model}
 
 
 def delivered(result: RolloutResult) -> dict:
@@ -25,9 +29,8 @@ def delivered(result: RolloutResult) -> dict:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    before = census()
     yield
-    assert census().minus(before) == []
+    assert left_running() == []
 
 
 async def test_a_policy_that_fixes_the_bug_earns_the_grader_s_one(tmp_path: Path):
@@ -99,30 +102,33 @@ async def test_a_policy_that_never_stops_meets_the_call_limit(tmp_path: Path):
     delivered(result)
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome"),
-    [
-        ("dies_mid_stream", Outcome.ENGINE_ERROR),
-        ("garbage", Outcome.ENGINE_ERROR),
-        ("refuses", Outcome.ENGINE_ERROR),
-        ("no_ids", Outcome.CAPTURE_INCOMPLETE),
-    ],
-)
-async def test_a_broken_engine_is_infrastructure_masked_with_its_reason(tmp_path: Path, fault: str, outcome: Outcome):
-    async with broken_engine(fault) as url:
-        config = await settings(tmp_path, engine={"kind": "vllm", "base_urls": [url], "model": "m", "stream": True})
-        async with proxy_for(config, check=False) as proxy:
+@pytest.mark.parametrize("fault", ["die", "garbage", "eof", "reset", "gateway"])
+async def test_a_broken_engine_is_infrastructure_masked_with_its_reason(tmp_path: Path, fault: str):
+    async with VllmServer(fault=fault).run() as engine:
+        config = await settings(tmp_path, engine=real_engine(engine))
+        async with ProxyServer(make_engine(config), config.proxy) as proxy:
             result = await rollout(job(config), proxy, config)
-    assert result.outcome is outcome
+    assert result.outcome is Outcome.ENGINE_ERROR
     assert result.decision.masked
-    assert result.detail
+    assert result.ledger.records == ()
+    assert delivered(result)["failure_reason"]
+
+
+async def test_an_engine_that_gives_no_ids_makes_a_hole_that_masks_and_the_harness_never_notices(tmp_path: Path):
+    async with VllmServer(answer=Answer(with_ids=False)).run() as engine:
+        config = await settings(tmp_path, engine=real_engine(engine), proxy={"max_calls": 2})
+        async with ProxyServer(make_engine(config), config.proxy) as proxy:
+            result = await rollout(job(config), proxy, config)
+    assert len(result.ledger.records) == 2
+    assert {hole.kind for hole in result.ledger.holes} >= {HoleKind.MISSING_IDS}
+    assert result.decision.masked
     assert delivered(result)["mask_sample"] is True
 
 
 async def test_a_cancelled_rollout_leaves_nothing_running(tmp_path: Path):
     hang = "import threading; print('up', flush=True); threading.Event().wait()"
     config = await settings(tmp_path, harness={"command": python(hang)})
-    async with proxy_for(config) as proxy:
+    async with open_proxy(config) as proxy:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(rollout(job(config), proxy, config))
             await asyncio.wait([running], timeout=8.0)
@@ -132,9 +138,8 @@ async def test_a_cancelled_rollout_leaves_nothing_running(tmp_path: Path):
 
 async def test_rollouts_of_a_group_start_from_the_same_first_prompt(tmp_path: Path):
     config = await settings(tmp_path, engine={"scripts": ["fix", "give_up"]})
-    async with proxy_for(config) as proxy:
-        async with asyncio.TaskGroup() as group:
-            runs = [group.create_task(rollout(job(config, index), proxy, config)) for index in range(4)]
+    async with open_proxy(config) as proxy, asyncio.TaskGroup() as group:
+        runs = [group.create_task(rollout(job(config, index), proxy, config)) for index in range(4)]
     results = [run.result() for run in runs]
     assert contract.group_disagreements([delivered(result) for result in results]) == []
     assert [result.decision.reward for result in results] == [1.0, 0.0, 1.0, 0.0]

@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from polar_env.config import HarnessConfig, PolarConfig
+from polar_env.config import PolarConfig
 from polar_env.engine import Engine
-from polar_env.errors import ConfigError, PolarError
+from polar_env.errors import ConfigError, PolarError, SandboxError
 from polar_env.grade.swebench import grade
 from polar_env.gym import rows
 from polar_env.proxy.server import ProxyServer
@@ -101,18 +101,22 @@ class PolarEnvironment:
 
     async def _answer(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Queue for a slot (free), run, and turn the result into a row."""
-        params = _mapping(row, "responses_create_params")
         name = str(row.get("harness") or self.config.harness.name)
-        task_id = _task_id(row)
         async with self._slots:
             try:
                 await self._check()
-                result = await rollout(self._job(row, name), self._proxy, self.config)
+                result = await rollout(await self._job(row, name), self._proxy, self.config)
             except PolarError as error:
-                log.warning("rollout of %s with %s never started: %s", task_id, name, error)
-                result = unstarted(task_id, name, error)
-        return rows.row(
-            result, params, model=self.config.engine.model or "policy", max_tokens=self.config.trajectory.max_tokens
+                result = unstarted(_task_id(row), name, error)
+            except Exception as error:  # a bug of ours costs one masked row, not the batch
+                log.exception("rollout of %s with %s", _task_id(row), name)
+                result = unstarted(_task_id(row), name, SandboxError(f"{type(error).__name__}: {error}"))
+        return await asyncio.to_thread(
+            rows.row,
+            result,
+            _mapping(row, "responses_create_params"),
+            model=self.config.engine.model or "policy",
+            max_tokens=self.config.trajectory.max_tokens,
         )
 
     async def _check(self) -> None:
@@ -132,34 +136,38 @@ class PolarEnvironment:
         if not isinstance(polar.get("patch"), str):
             raise ConfigError("this row has no polar.patch: only rows written by polar_env can be graded again")
         prepared = await prepare(
-            self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
+            await self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
         )
         patch = base64.b64decode(polar["patch"])
         verdict = await grade(prepared, patch, sandbox=self.config.sandbox, timeout=self.config.budget.grade)
-        decision = decide(Outcome(polar.get("outcome", Outcome.COMPLETED)), verdict, True, self.config.reward)
+        complete = bool(polar.get("complete")) and bool(row.get("trainable_tokens"))
+        decision = decide(Outcome(polar.get("outcome", Outcome.COMPLETED)), verdict, complete, self.config.reward)
         return {
             "reward": decision.reward,
             "mask_sample": decision.masked,
+            "instance_config": {**_mapping(row, "instance_config"), "mask_sample": decision.masked},
             "resolved": verdict.status is VerdictStatus.RESOLVED,
         }
 
-    def _job(self, row: Mapping[str, Any], harness: str) -> RolloutJob:
-        same = harness == self.config.harness.name
+    async def _job(self, row: Mapping[str, Any], harness: str) -> RolloutJob:
+        ours = self.config.harness
+        other = {"name": harness, "version": "", "command": (), "extra_args": ()}
         return RolloutJob(
-            task=self._task(row),
-            harness=self.config.harness if same else HarnessConfig(name=harness),
+            task=await self._task(row),
+            harness=ours if harness == ours.name else ours.model_copy(update=other),
             sampling=_sampling(_mapping(row, "responses_create_params"), self.config),
             index=int(row.get("_ng_rollout_index") or 0),
         )
 
-    def _task(self, row: Mapping[str, Any]) -> Task:
+    async def _task(self, row: Mapping[str, Any]) -> Task:
         """The row's own ``instance``, else the task of that id in the row's or the configured data."""
         if instance := _mapping(row, "instance"):
             return task_rows.task_of(instance)
         task_id = _task_id(row)
         data = str(row.get("data") or self.config.data)
         if task_id not in self._tasks:
-            self._tasks.update({task.task_id: task for task in task_rows.load(data, [task_id])})
+            found = await asyncio.to_thread(task_rows.load, data, [task_id])
+            self._tasks.update({task.task_id: task for task in found})
         return self._tasks[task_id]
 
 

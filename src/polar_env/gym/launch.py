@@ -20,6 +20,7 @@ from nemo_gym.server_utils import BaseServerConfig
 from omegaconf import DictConfig
 
 from polar_env.config import environment, export
+from polar_env.errors import SandboxError
 from polar_env.gym import ROOT
 
 SERVERS = (
@@ -58,6 +59,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_ray(tries: int = 3) -> None:
+    """A local Ray, as NeMo-RL has one before it starts Gym.
+
+    Ray gives its own agents 15 s and its raylet 30 s to come up, fixed (ray/_private/node.py); a machine that is
+    busy for a moment misses that, so it is tried again.
+
+    Raises:
+        SandboxError: when Ray did not start; its logs are under /tmp/ray/session_latest/logs.
+    """
+    export("RAY_AUTH_MODE", "disabled")  # a loopback cluster for one job; otherwise Ray writes a token into HOME
+    for last in (False,) * (tries - 1) + (True,):
+        try:
+            ray.init(include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)
+        except Exception as error:  # Ray raises a bare Exception when it times out
+            ray.shutdown()
+            if last:
+                raise SandboxError(
+                    f"Ray did not start in {tries} tries ({error}): is the machine overloaded?"
+                ) from error
+        else:
+            return
+
+
 @contextmanager
 def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConfig]:
     """NeMo Gym with our three servers up, on a local Ray; everything is stopped at the end of the block.
@@ -81,7 +105,7 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
         "port_range_high": 5999,
     }
     helper = RunHelper()
-    ray.init(include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)
+    start_ray()
     try:
         helper.start(
             GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
@@ -98,6 +122,9 @@ async def collect(
     rows: Sequence[dict[str, Any]], head: BaseServerConfig
 ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
     """(row, result) pairs as rollouts finish; all rows are posted at once, as NeMo-RL does."""
-    futures = RolloutCollectionHelper().run_examples(examples=list(rows), head_server_config=head)
-    for future in cast("Iterator[Awaitable[tuple[dict[str, Any], dict[str, Any]]]]", futures):
+    futures = cast(
+        "Iterator[Awaitable[tuple[dict[str, Any], dict[str, Any]]]]",
+        RolloutCollectionHelper().run_examples(examples=list(rows), head_server_config=head),
+    )
+    for future in futures:
         yield await future

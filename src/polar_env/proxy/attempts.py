@@ -7,6 +7,7 @@ vanished. All of them are one ``Attempt`` at the engine. ``chunks`` is its reply
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -195,15 +196,21 @@ async def chunks(attempt: Attempt, encoder: Encoder, keep_alive: float) -> Async
     """
     deltas, seen = attempt.deltas, 0
     yield encoder.start()
+    due = time.monotonic() + keep_alive
     while True:
         fresh = deltas[seen:]
         seen += len(fresh)
-        if fresh:
-            yield b"".join(map(encoder.delta, fresh))
-        elif attempt.turn is not None:
+        data = b"".join(map(encoder.delta, fresh))
+        if data:
+            yield data
+            due = time.monotonic() + keep_alive
+        elif not fresh and attempt.turn is not None:
             break
-        elif not await attempt.news(keep_alive):
+        elif time.monotonic() >= due:  # deltas that write nothing (later parallel calls) do not keep a client alive
             yield encoder.keep_alive()
+            due = time.monotonic() + keep_alive
+        elif not fresh:
+            await attempt.news(due - time.monotonic())
     before, terminal = encoder.finish(attempt.turn)
     yield before
     await attempt.answer()
