@@ -2,6 +2,12 @@
 
 ``data`` is a parquet or JSONL file, a folder of them, ``hub:<dataset name>[:split]``, ``embedded`` or ``""`` (the
 folder named by POLAR_SWEBENCH_DATA, else the embedded tasks).
+
+A row may say itself how its repository and environment are made, as a mapping (or its JSON text) ``polar_source``:
+``{"kind": "git", "mirror": PATH, ...}`` with either ``python``, ``pip`` and ``requirements`` (exact pins) or an
+``environment_yml`` (text) or ``environment_ymls`` (JSON file, instance_id -> text), and optionally ``install`` (shell
+line; default: the eval script's own), ``edits``, ``tag``, ``base_date`` and ``rewrites`` of the eval script;
+``{"kind": "image", "image": NAME}``; or ``{"kind": "sif", "path": PATH}``.
 """
 
 import difflib
