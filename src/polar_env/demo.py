@@ -135,11 +135,19 @@ def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]])
         file.writelines(json.dumps(result) + "\n" for _, result in results)
     print(table([line(row, result) for row, result in results]))  # noqa: T201 - the table is the demo's answer
     wrong = [problem for row, result in results for problem in problems(demo, row, result)]
-    wrong += contract.group_disagreements([result for _, result in results])
+    wrong += [problem for group in groups(results) for problem in contract.group_disagreements(group)]
     for problem in wrong:
         say(f"WRONG: {problem}")
     say(f"{len(results)} rows in {path}; {'all' if not wrong else 'NOT all'} valid for NeMo-RL and as expected")
     return 1 if wrong or not results else 0
+
+
+def groups(results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Results by prompt group: the rollouts of one task in one harness."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row, result in results:
+        found.setdefault(row["_ng_task_index"], []).append(result)
+    return list(found.values())
 
 
 def problems(demo: Demo, row: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
@@ -167,10 +175,10 @@ def line(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['task_id']} #{row['_ng_rollout_index']}",
         str(polar.get("outcome", "?")),
         f"{result['reward']:.1f}{masked}",
-        str(result.get("num_model_calls", 0)),
-        str(result.get("num_chains", 0)),
-        str(result.get("trainable_tokens", 0)),
-        f"{result.get('seconds_total', 0.0):.1f}",
+        f"{result.get('num_model_calls', 0):.0f}",
+        f"{result.get('num_chains', 0):.0f}",
+        f"{result.get('trainable_tokens', 0):.0f}",
+        f"{sum(value for key, value in result.items() if key.startswith('seconds_')):.1f}",
     )
 
 
