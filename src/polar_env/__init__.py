@@ -77,6 +77,7 @@ NeMo Gym, and the command line goes through the same two.
         patch.py             the change, extracted against a pristine git directory, and judged
         diff.py              git patches as data, read byte by byte
         swebench.py          the official evaluation in a fresh sandbox
+        canary.py            a second run whose tests must fail: catches forced passes
         report.py            the worker process around the swebench package
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row

@@ -131,6 +131,12 @@ def report(
     return cast("dict[str, Any]", worker.ask(request, timeout)["report"])
 
 
+def statuses(row: Mapping[str, Any], log: Path, worker: Worker = WORKER) -> dict[str, str]:
+    """Test id -> PASSED, FAILED, ERROR, SKIPPED or XFAIL, as the row's own parser reads the log. Blocks."""
+    answer = worker.ask({"do": "statuses", "row": _row(row), "log": os.fspath(log)})
+    return cast("dict[str, str]", answer["statuses"])
+
+
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _FIELDS if name not in row]
     if missing:
@@ -147,6 +153,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     spec = utils.make_test_spec(request["row"])
     if request["do"] == "script":
         return {"script": spec.eval_script}
+    if request["do"] == "statuses":
+        return {"statuses": grading.get_logs_eval(spec, request["log"])[0]}
     prediction = {"instance_id": spec.instance_id, "model_patch": request["patch"], "model_name_or_path": "polar"}
     found = grading.get_eval_report(spec, prediction, request["log"], include_tests_status=True)
     return {"report": found[spec.instance_id]}

@@ -7,12 +7,14 @@ starts (a test cannot rewrite it under bash's feet), and the network is off.
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import GradeError, SandboxError
+from polar_env.grade import canary
 from polar_env.grade import report as official
 from polar_env.grade.patch import review, without_tests
 from polar_env.sandbox import Box, ExecResult, Overlay
@@ -25,6 +27,8 @@ LOG_LIMIT = 64 * 1024 * 1024
 _PATCH_FILE = "/tmp/patch.diff"  # noqa: S108 - in the sandbox; the official harness uses the same place
 _SCRIPT_FILE = "/tmp/eval.sh"  # noqa: S108
 _APPLY_TIMEOUT = 120.0
+_CANARY_LEAST = 10.0
+"""Seconds the second run gets at least, when the first used up the budget."""
 _APPLY = ("git apply --verbose", "git apply --verbose --3way", "git apply --verbose --reject",
           "patch --batch --forward --fuzz=5 -p1 -i")  # fmt: skip
 """The chain of swebench 5.0 (harness/run_evaluation.py: GIT_APPLY_CMDS); the tree is reset between the attempts."""
@@ -66,19 +70,51 @@ async def grade(
     note = f"left out, as the tests bring their own: {', '.join(dropped)}" if dropped else ""
     if not kept.strip():
         return Verdict(VerdictStatus.EMPTY_PATCH, detail=note)
-    script = await asyncio.to_thread(_script, prepared)
     try:
-        async with open_sandbox(box_of(prepared, sandbox), sandbox) as fresh:
-            failed = await _apply(fresh, kept)
-            ran = None if failed else await _run(fresh, script, timeout)
+        status, detail, counts = await _evaluate(prepared, kept, sandbox, timeout)
     except SandboxError as error:
         raise GradeError(f"the grading sandbox failed: {error}") from error
-    if ran is None:
-        status, detail, counts = VerdictStatus.PATCH_FAILED, failed, ((0, 0), (0, 0))
-    else:
-        status, detail, counts = await asyncio.to_thread(_decide, prepared.task.row, kept, ran, timeout)
     text = "; ".join(part for part in (detail, note) if part)
     return Verdict(status, *counts, detail=text, seconds=time.monotonic() - started)
+
+
+async def _evaluate(prepared: Prepared, patch: bytes, config: SandboxConfig, timeout: float) -> "_Found":  # noqa: ASYNC109
+    script = await asyncio.to_thread(_script, prepared)
+    async with open_sandbox(box_of(prepared, config), config) as fresh:
+        if failed := await _apply(fresh, patch):
+            return VerdictStatus.PATCH_FAILED, failed, _NOTHING
+        ran = await _run(fresh, script, timeout)
+    found = await asyncio.to_thread(_decide, prepared.task.row, patch, ran, timeout)
+    if found[0] is not VerdictStatus.RESOLVED:
+        return found
+    forced = await _forced(prepared, patch, config, script, timeout - ran.seconds)
+    if forced:
+        return VerdictStatus.REFUSED, f"passes although it was rewritten to fail: {forced}", found[2]
+    return found
+
+
+async def _forced(
+    prepared: Prepared,
+    patch: bytes,
+    config: SandboxConfig,
+    script: str,
+    timeout: float,  # noqa: ASYNC109
+) -> str:
+    """Run again with the tests made to fail (``canary``): a test that passes all the same, or an empty string."""
+    async with open_sandbox(box_of(prepared, config), config) as fresh:
+        planted = await canary.plant(fresh, prepared.task.row, script)
+        if planted is None or await _apply(fresh, patch):
+            return ""
+        ran = await _run(fresh, planted.script, max(timeout, _CANARY_LEAST))
+    if ran.timed_out:
+        return ""  # a first run that used most of the budget leaves no proof either way
+    return await asyncio.to_thread(_still_passing, prepared.task.row, planted.tests, ran)
+
+
+def _still_passing(row: Mapping[str, Any], tests: Sequence[str], ran: ExecResult) -> str:
+    with _log(ran) as path:
+        statuses = official.statuses(row, path)
+    return next((test for test in tests if statuses.get(test) == "PASSED"), "")
 
 
 def _script(prepared: Prepared) -> str:
@@ -126,12 +162,18 @@ def _decide(row: Mapping[str, Any], patch: bytes, ran: ExecResult, timeout: floa
         return VerdictStatus.TESTS_TIMED_OUT, f"the tests ran for more than {timeout:.0f} s", _NOTHING
     if log.count(_START) > 1 or log.count(_END) > 1:
         return VerdictStatus.REFUSED, "the log has SWE-bench's markers more than once: it was forged", _NOTHING
-    with tempfile.TemporaryDirectory(prefix="polar-log-") as folder:
-        path = Path(folder, "test_output.txt")
-        # The package opens the log strictly as UTF-8, and a test may print anything.
-        path.write_text(log.decode("utf-8", "replace"), encoding="utf-8", newline="")
+    with _log(ran) as path:
         found = official.report(row, patch.decode("utf-8", "replace"), path)
     return _read(found, log, ran.code)
+
+
+@contextmanager
+def _log(ran: ExecResult) -> Generator[Path]:
+    """The captured output as a file: the package opens it strictly as UTF-8, and a test may print anything."""
+    with tempfile.TemporaryDirectory(prefix="polar-log-") as folder:
+        path = Path(folder, "test_output.txt")
+        path.write_text(ran.stdout.decode("utf-8", "replace"), encoding="utf-8", newline="")
+        yield path
 
 
 def _read(found: Mapping[str, Any], log: bytes, code: int | None) -> _Found:
