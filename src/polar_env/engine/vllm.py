@@ -28,9 +28,6 @@ from polar_env.types import ChatMessage, Delta, EngineReply, ModelRequest, Sampl
 _DOWN_FOR = 30.0
 """Seconds a replica that refused a connection is tried last; its sessions return when it is back."""
 
-_KEEP_ALIVE = 2.0
-"""Seconds an idle connection is reused; uvicorn drops it after 5, and a request on a dying one is lost."""
-
 _LARGE = 1 << 18
 """Bytes of JSON from which parsing leaves the event loop (the prompt ids of a long session)."""
 
@@ -127,13 +124,17 @@ class VllmEngine:
     # --- HTTP --------------------------------------------------------------------------------------------------
 
     def _http(self) -> aiohttp.ClientSession:
-        """The one client, made in the running loop. No cookies, no limit on connections, no total timeout."""
+        """The one client, made in the running loop. No cookies, no limit on connections, no total timeout.
+
+        Connections are not reused: a request on one that the server is just dropping (uvicorn does after 5 s, a dying
+        replica at once) is lost without a word, and a new connection costs nothing beside a generation.
+        """
         if self._client is None:
             timeout = aiohttp.ClientTimeout(
                 total=None, sock_connect=self._config.connect_timeout, sock_read=self._config.idle_timeout
             )
             self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Authorization": f"Bearer {self._config.api_key}"},
                 timeout=timeout,
