@@ -1,5 +1,6 @@
 """The official evaluation in a fresh sandbox, on a small repository whose tests run with unittest."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -315,27 +316,51 @@ def test_real_logs_get_the_verdict_the_official_package_gave_them(tmp_path: Path
 # --- a real instance --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(DATA is None, reason="no SWE-bench data (set POLAR_SWEBENCH_DATA)")
-async def test_a_real_instance_is_graded_as_the_official_harness_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+needs_data = pytest.mark.skipif(DATA is None, reason="no SWE-bench data (set POLAR_SWEBENCH_DATA)")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """psf__requests-6028 of SWE-bench Verified, its tree from the package index's sdist."""
     from polar_env.tasks.prepare import prepare
     from polar_env.tasks.rows import load
 
     assert DATA is not None
     (task,) = load(str(DATA / "SWE-bench_Verified_test.parquet"), ["psf__requests-6028"])
-    real = await prepare(task, tmp_path_factory.mktemp("store"), sandbox=config())
-    gold = str(task.row["patch"])
+    return asyncio.run(prepare(task, tmp_path_factory.mktemp("store"), sandbox=config()))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@needs_data
+async def test_a_real_instance_is_graded_as_the_official_harness_does(real: Prepared) -> None:
+    gold = str(real.task.row["patch"])
     found = await verdict(real, gold, timeout=300)
     assert (found.status, found.fail_to_pass, found.pass_to_pass) == (VerdictStatus.RESOLVED, (2, 2), (185, 185))
     assert (await verdict(real, "")).status is VerdictStatus.EMPTY_PATCH
     useless = await verdict(real, adding("notes.txt", "I tried."), timeout=300)
-    assert (useless.status, useless.fail_to_pass, useless.pass_to_pass) == (
-        VerdictStatus.UNRESOLVED,
-        (0, 2),
-        (185, 185),
-    )
-    assert (
-        await verdict(real, gold.replace("requests/utils.py", "requests/elsewhere.py"))
-    ).status is VerdictStatus.PATCH_FAILED
+    assert (useless.status, useless.fail_to_pass) == (VerdictStatus.UNRESOLVED, (0, 2))
+    assert useless.pass_to_pass == (185, 185)
+    elsewhere = await verdict(real, gold.replace("requests/utils.py", "requests/elsewhere.py"))
+    assert elsewhere.status is VerdictStatus.PATCH_FAILED
+
+
+def _attacks() -> list[dict[str, Any]]:
+    if DATA is None or not (DATA / "attack_cases.jsonl.gz").exists():
+        return []
+    with gzip.open(DATA / "attack_cases.jsonl.gz", "rt") as file:
+        cases = [json.loads(line) for line in file]
+    return [c for c in cases if c["iid"] == "psf__requests-6028" and c["patch"] and c["attack"] != "huge_20MB"]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not _attacks(), reason="no attack corpus (set POLAR_SWEBENCH_DATA)")
+async def test_no_attack_is_resolved_and_every_odd_but_honest_patch_is(real: Prepared) -> None:
+    """The attack corpus of this instance: the official grader alone calls five of them resolved."""
+    for case in _attacks():
+        found = await verdict(real, case["patch"], timeout=120)
+        if not case["contains_real_fix"]:
+            assert found.status is not VerdictStatus.RESOLVED, case["attack"]
+        elif case["v5_resolved"] and case["attack"] != "gold_submodule":  # a gitlink is refused
+            assert found.status is VerdictStatus.RESOLVED, (case["attack"], found)
