@@ -18,7 +18,7 @@ from sandbox_helpers import box_of, config
 _CONNECT = """
 import socket, sys
 try:
-    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3) as s:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1) as s:
         s.sendall(b"ping")
         print(s.recv(100).decode())
 except OSError as e:
@@ -75,6 +75,15 @@ async def test_the_hosts_loopback_and_the_world_are_out_of_reach(repo: Path) -> 
     assert [line.split(b":")[0].strip() for line in interfaces.stdout.splitlines()[2:]] == [b"lo"]
 
 
+async def test_a_black_hole_times_out_where_the_rest_is_unreachable(repo: Path) -> None:
+    async with open_sandbox(box_of(repo, blackholes=("10.0.0.0/8",)), config()) as sandbox:
+        assert await connect(sandbox, "10.255.255.1", 80) == "timed out"
+        assert await connect(sandbox, "192.0.2.1", 80) == os.strerror(errno.ENETUNREACH)
+    with pytest.raises(SandboxError, match=r"Box\.blackholes"):
+        async with open_sandbox(box_of(repo, blackholes=("10.0.0.0/99",)), config()):
+            pytest.fail("started")
+
+
 async def test_our_own_network_namespace_is_the_one_it_was(repo: Path) -> None:
     before = network_of("self")
     async with open_sandbox(box_of(repo), config()) as sandbox:
@@ -122,7 +131,7 @@ from polar_env.errors import SandboxError
 from polar_env.sandbox.sandbox import open_sandbox
 async def main():
     assert os.geteuid() != 0
-    async with open_sandbox(box_of(Path({repo!r})), config()) as sandbox:
+    async with open_sandbox(box_of(Path({repo!r}), blackholes=("10.0.0.0/8",)), config()) as sandbox:
         server = await asyncio.start_server(answer, sock=sandbox.listener(8080))
         async with server:
             print((await connect(sandbox, "127.0.0.1", 8080))[:9])
@@ -131,6 +140,7 @@ async def main():
                 sandbox.listener(8082)
             except SandboxError as error:
                 print(error)
+        print(await connect(sandbox, "10.255.255.1", 80))
         await sandbox.write("x", b"1")
         print((await sandbox.exec(["id", "-un"], timeout=10)).stdout.decode().strip())
 asyncio.run(main())
@@ -148,5 +158,6 @@ def test_without_any_privilege_a_helper_fetches_the_socket(repo: Path, tmp_path:
         "pong ping",
         f"cannot listen on port 8082 inside the sandbox: [Errno {errno.EADDRINUSE}] {os.strerror(errno.EADDRINUSE)} "
         "(while attempting to bind on address ('127.0.0.1', 8082))",
+        "timed out",
         "agent",
     ]

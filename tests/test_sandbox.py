@@ -82,6 +82,13 @@ async def test_a_command_starts_with_default_signals(repo: Path) -> None:
         assert [int(line.split()[1], 16) for line in status.splitlines()] == [0, 0]
 
 
+async def test_a_crash_leaves_no_core_file_and_agents_die_first_when_memory_ends(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        facts = await sandbox.exec(sh("ulimit -c; cat /proc/self/oom_score_adj; kill -SEGV $$"), timeout=10)
+        assert (facts.code, facts.stdout.split()) == (139, [b"0", b"500"])
+        assert (await sandbox.exec(["ls", "-A"], timeout=10)).stdout == b"pkg\n"
+
+
 async def test_a_missing_working_directory_is_named(repo: Path) -> None:
     async with open_sandbox(box_of(repo), config()) as sandbox:
         result = await sandbox.exec(["true"], cwd="/nowhere", timeout=10)

@@ -48,6 +48,7 @@ def box_of(prepared: Prepared, config: SandboxConfig) -> Box:
         image=prepared.image,
         memory_mib=config.memory_mib,
         cpus=config.cpus,
+        blackholes=tuple(filter(None, [prepared.task.source.get("needs_route")])),
     )
 
 

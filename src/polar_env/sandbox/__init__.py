@@ -30,6 +30,8 @@ class Box:
     cpus: float | None = None
     network: bool = False
     """True shares the host's network: only for building environments, never for an agent or a grading."""
+    blackholes: tuple[str, ...] = ()
+    """IPv4 networks (``10.0.0.0/8``) where connecting times out instead of being unreachable: some tests want that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
 from typing import Any
 
-from polar_env.errors import SandboxError
+from polar_env.errors import SandboxError, boundary
 from polar_env.sandbox import ExecResult, Overlay, cgroups, netns, process, root, seccomp, trees
 
 _NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -133,6 +134,18 @@ class Bubble:
         if os.geteuid() == 0:
             spec = {**self._spec("seal", paths=root.DEVICES), "flags": _MOUNTS, "cgroups": ()}
             await self._helper(spec)
+
+    async def blackhole(self, networks: Sequence[str]) -> None:
+        """Let connecting to these IPv4 networks time out. Raises SandboxError for a text that is no network."""
+        with boundary(SandboxError, "reading Box.blackholes"):
+            parsed = [IPv4Network(text) for text in networks]
+        namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            pairs = [(str(network.network_address), str(network.netmask)) for network in parsed]
+            spec = {**self._spec("blackhole", networks=pairs, netns=namespace), "flags": 0, "cgroups": ()}
+            await self._helper(spec)
+        finally:
+            os.close(namespace)
 
     def listener(self, port: int) -> socket:
         if self.layout.network:

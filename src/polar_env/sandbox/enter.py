@@ -10,6 +10,7 @@ Until it becomes the command, this process is not dumpable: the agent may have o
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -26,6 +27,10 @@ _SECCOMP_MODE_FILTER = 2
 _SEALED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2)
 """MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID (linux/mount.h)."""
 _LAST_CAPABILITY = 63
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_NS_GET_USERNS, _SIOCADDRT, _RTF_UP = 0xB701, 0x890B, 1  # linux/nsfs.h, linux/sockios.h, linux/route.h
+_OOM_SCORE = b"500"
+"""When the machine runs out of memory the kernel takes an agent's process before a trainer's."""
 MARK = 10
 """RLIMIT_LOCKS: Linux has ignored it since 2.4.25 and children inherit it, so its value names the exec a process came
 from, however it re-parented itself."""
@@ -162,8 +167,25 @@ def seal(spec: dict[str, Any]) -> int:
     return 0
 
 
+def blackhole(spec: dict[str, Any]) -> int:
+    """Route IPv4 networks to the loopback interface, where nobody answers. The namespace's owner may do that."""
+    namespace = spec["netns"]
+    owner = fcntl.ioctl(namespace, _NS_GET_USERNS)
+    for fd, kind in ((owner, _CLONE_NEWUSER), (namespace, _CLONE_NEWNET)):
+        if _libc.setns(fd, kind):
+            raise OSError(ctypes.get_errno(), "setns")
+    device = ctypes.create_string_buffer(b"lo")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for network, mask in spec["networks"]:
+            address = [struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text)) for text in (network, mask)]
+            entry = struct.pack("@L16s16s16sHhLBB4hPLLH", 0, address[0], bytes(16), address[1], _RTF_UP, 0, 0, 0, 0,
+                                0, 0, 0, 0, ctypes.addressof(device), 0, 0, 0)  # fmt: skip
+            fcntl.ioctl(control, _SIOCADDRT, entry)
+    return 0
+
+
 _THINGS = {"exec": become, "write": write, "read": read, "kill": kill}
-_WITHOUT_FORK = {"listen": listen, "seal": seal}
+_WITHOUT_FORK = {"listen": listen, "seal": seal, "blackhole": blackhole}
 """What needs no place in the pid namespace."""
 
 
@@ -175,6 +197,7 @@ def _child(spec: dict[str, Any], groups: list[int]) -> int:
     os.setsid()
     if mark := spec.get("mark") if spec["do"] == "exec" else None:
         resource.setrlimit(MARK, (mark, mark))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file in the repository would be part of the patch
     try:
         return _THINGS[spec["do"]](spec)
     except OSError as error:
@@ -185,7 +208,11 @@ def _child(spec: dict[str, Any], groups: list[int]) -> int:
 def _inside(spec: dict[str, Any]) -> int:
     """Fork into the pid namespace, wait, and give a shell's exit code (128 + signal)."""
     groups = [os.open(path, os.O_WRONLY) for path in spec["cgroups"]]
-    enter(spec["pidfd"], spec["flags"])
+    if spec["do"] == "exec":
+        with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:  # noqa: PTH123
+            score.write(_OOM_SCORE)
+    if spec["flags"]:
+        enter(spec["pidfd"], spec["flags"])
     if spec["do"] in _WITHOUT_FORK:
         return _WITHOUT_FORK[spec["do"]](spec)
     child = os.fork()

@@ -87,7 +87,7 @@ async def _spawn(stack: ExitStack, spec: Mapping[str, Any], stdin: bytes | None,
             stdin=stdin_fd,
             stdout=out,
             stderr=err,
-            pass_fds=(spec_fd, status, spec["pidfd"]),
+            pass_fds=(spec_fd, status, spec["pidfd"], *([spec["netns"]] if "netns" in spec else [])),
             env=helper_env(),
             start_new_session=True,
         )

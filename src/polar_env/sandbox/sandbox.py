@@ -78,6 +78,8 @@ async def open_sandbox(box: Box, config: SandboxConfig) -> AsyncGenerator[Sandbo
         handle = await provider.create(spec)
     try:
         if isinstance(provider, BubblewrapProvider):
+            if box.blackholes and not box.network:
+                await bubble_of(handle).blackhole(box.blackholes)
             yield bubble_of(handle)
         else:
             foreign = Foreign(provider, handle, box.workdir)
