@@ -18,6 +18,7 @@ from polar_env.errors import BadRequest
 from polar_env.proxy import Dialect
 from polar_env.proxy.anthropic import Anthropic
 from polar_env.proxy.chat import Chat
+from polar_env.proxy.gemini import Gemini
 from polar_env.proxy.responses import Responses
 from polar_env.types import AssistantTurn, Delta, ModelRequest, StopReason, ToolCall, Usage
 
@@ -54,6 +55,10 @@ def ask(dialect: Dialect, **fields: Any) -> ModelRequest:
     if isinstance(dialect, Responses):
         tools = [{"type": "custom", "name": "apply_patch"}]
         return dialect.decode("/v1/responses", {}, {"model": "m", "input": "hi", "tools": tools, **fields})
+    if isinstance(dialect, Gemini):
+        contents = [{"role": "user", "parts": [{"text": "hi"}]}]
+        path = "/v1beta/models/m:streamGenerateContent?alt=sse"
+        return dialect.decode(path, {}, {"contents": contents, **fields})
     if isinstance(dialect, Chat):
         fields = {"stream_options": {"include_usage": True}, **fields}
     return dialect.decode("/", {}, {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
@@ -123,10 +128,12 @@ def words(text: str) -> st.SearchStrategy[str]:
 _KEYS = words(
     "type role content text thinking signature tool_use_id tool_calls function name arguments input output tools "
     "id source data url tool_choice system max_tokens top_k n stream_options summary encrypted_content action "
-    "namespace call_id image_url input_schema parameters __unparsedToolInput raw format instructions"
+    "namespace call_id image_url input_schema parameters __unparsedToolInput raw format instructions "
+    "parts functionCall functionResponse args response thought thoughtSignature inlineData mimeType systemInstruction "
+    "functionDeclarations generationConfig properties nullable minItems anyOf"
 )
 _WORDS = words(
-    "assistant user system tool text image tool_use tool_result thinking function custom namespace message "
+    "assistant user system model tool text image tool_use tool_result thinking function custom namespace message "
     "reasoning function_call function_call_output custom_tool_call local_shell_call additional_tools input_image "
     "base64"
 )
@@ -143,12 +150,15 @@ _JSON = st.recursive(
 )
 
 
-def bodies(messages: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Request bodies made of the right words in wrong places; ``messages`` is the key of the conversation."""
+def bodies(messages: str, said: str = "content") -> st.SearchStrategy[dict[str, Any]]:
+    """Request bodies made of the right words in wrong places.
+
+    ``messages`` is the key of the conversation, ``said`` that of what a message says.
+    """
     spoken = st.builds(
-        lambda fields, role, content: {**fields, "role": role, "content": content},
+        lambda fields, role, content: {**fields, "role": role, said: content},
         st.dictionaries(_KEYS, _JSON, max_size=2),
-        st.sampled_from(["user", "assistant", "tool", "critic"]),
+        st.sampled_from(["user", "assistant", "model", "tool", "critic"]),
         st.lists(_TYPED, max_size=2) | _JSON,
     )
     items = st.lists(_TYPED | spoken, min_size=1, max_size=3)
@@ -315,9 +325,38 @@ def said(item: dict[str, Any]) -> str:
     return item["arguments"] if kind == "function_call" else item["input"]
 
 
+def read_gemini(wire: bytes) -> dict[str, Any]:
+    """The final response, fragments of a text joined as Gemini CLI 0.61.0 joins them: the first one's fields stand."""
+    *chunks, (_, final) = events(wire)
+    parts: list[dict[str, Any]] = []
+    for _, chunk in [*chunks, ("", final)]:
+        assert set(chunk) == {"candidates", "usageMetadata", "modelVersion", "responseId"}
+        for candidate in chunk["candidates"]:
+            assert ("finishReason" in candidate) == (chunk is final)
+            assert all("functionCall" not in part for part in candidate["content"]["parts"]) or chunk is final
+            for part in candidate["content"]["parts"]:
+                _gemini_part(parts, part)
+    (candidate,) = final["candidates"]
+    return {**final, "candidates": [{**candidate, "content": {"parts": parts, "role": "model"}}]}
+
+
+def _gemini_part(parts: list[dict[str, Any]], part: dict[str, Any]) -> None:
+    last = parts[-1] if parts else {}
+    if "text" in part and "text" in last and last.get("thought") == part.get("thought"):
+        assert part["text"]
+        parts[-1] = {**part, **last, "text": last["text"] + part["text"]}
+    else:
+        parts.append(part)
+
+
 # --- golden transcripts -----------------------------------------------------------------------------------------
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"anthropic": Anthropic, "chat": Chat, "responses": Responses}
+DIALECTS: dict[str, Callable[[], Dialect]] = {
+    "anthropic": Anthropic,
+    "chat": Chat,
+    "responses": Responses,
+    "gemini": Gemini,
+}
 CASES = [(api, sample) for api in DIALECTS for sample in SAMPLES]
 
 

@@ -26,6 +26,11 @@ class Wire:
     error: Callable[[dict[str, Any]], str]
     last: str
     """Data or type of the event after which a client takes the answer for complete."""
+    streamed: str = ""
+    """The path of a streaming request, where it is not the body that asks for one."""
+
+    def url(self, *, stream: bool) -> str:
+        return self.streamed if stream and self.streamed else self.path
 
 
 def _messages(text: str) -> dict[str, Any]:
@@ -60,6 +65,15 @@ WIRES = [
         lambda body: body["error"]["message"],
         "response.completed",
     ),
+    Wire(
+        "gemini",
+        "/v1beta/models/any-name:generateContent",
+        lambda key: {"x-goog-api-key": key},
+        lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+        lambda body: body["error"]["message"] if body["error"]["status"] else "",
+        "STOP",
+        "/v1beta/models/any-name:streamGenerateContent?alt=sse",
+    ),
 ]
 
 
@@ -69,7 +83,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 async def post(s: Stage, wire: Wire, text: str, *, key: str | None = None, **more: Any) -> Reply:
-    url = f"http://127.0.0.1:{s.port}{wire.path}"
+    url = f"http://127.0.0.1:{s.port}{wire.url(stream=more.get('stream', False))}"
     headers = wire.key(key or s.session.key)
     async with s.http.post(url, json={**wire.body(text), **more}, headers=headers) as response:
         return Reply(response.status, response.headers, await response.text())
@@ -78,7 +92,7 @@ async def post(s: Stage, wire: Wire, text: str, *, key: str | None = None, **mor
 async def connect(s: Stage, wire: Wire, text: str, **more: Any) -> asyncio.StreamWriter:
     """A streaming request on a bare connection, whose head and first event have arrived."""
     data = json.dumps({**wire.body(text), "stream": True, **more}).encode()
-    client = await s.send(f"/s/{s.session.key}{wire.path}", data)
+    client = await s.send(f"/s/{s.session.key}{wire.url(stream=True)}", data)
     await client.until(b"\n\n")
     return client.writer
 
@@ -89,7 +103,10 @@ def events(reply: Reply) -> list[Event]:
 
 
 def named(event: Event) -> str:
-    return event.data if event.data == "[DONE]" else event.json().get("type", "")
+    if event.data == "[DONE]":
+        return event.data
+    candidates = event.json().get("candidates") or [{}]
+    return event.json().get("type") or candidates[0].get("finishReason", "")
 
 
 def edit() -> EngineReply:
@@ -168,7 +185,7 @@ async def test_keep_alives_are_events_of_the_api_itself(wire: Wire) -> None:
     slow = asyncio.Event()
     async with stage(PlayedEngine([slow, say("done")]), dialects=DIALECTS, keep_alive=0.01) as s:
         data = json.dumps({**wire.body("hi"), "stream": True}).encode()
-        client = await s.send(f"/s/{s.session.key}{wire.path}", data)
+        client = await s.send(f"/s/{s.session.key}{wire.url(stream=True)}", data)
         head = await client.until(b"\r\n\r\n")
         assert b"200" in head
         for _ in range(6):
@@ -182,7 +199,12 @@ async def test_a_cut_answer_is_never_called_complete(wire: Wire) -> None:
     async with stage(PlayedEngine([cut], [cut]), dialects=DIALECTS) as s:
         plain = await post(s, wire, "plain")
         streamed = await post(s, wire, "streamed", stream=True)
-        words = {"anthropic": '"max_tokens"', "chat": '"length"', "responses": '"incomplete"'}
+        words = {
+            "anthropic": '"max_tokens"',
+            "chat": '"length"',
+            "responses": '"incomplete"',
+            "gemini": '"MAX_TOKENS"',
+        }
         for reply in (plain, streamed):
             assert words[wire.name] in reply.text.replace(" ", "")
         assert [record.turn.stop for record in (await s.session.close()).records] == [StopReason.LENGTH] * 2
@@ -226,6 +248,35 @@ async def test_usage_is_the_engines_own_count(wire: Wire) -> None:
     reply = say("hello", prompt=11)
     assert reply.turn.usage == Usage(11, 5)
     async with stage(PlayedEngine([reply]), dialects=DIALECTS) as s:
-        usage = (await post(s, wire, "hi")).json["usage"]
-        assert {usage.get("input_tokens", usage.get("prompt_tokens"))} == {11}
-        assert {usage.get("output_tokens", usage.get("completion_tokens"))} == {5}
+        answer = (await post(s, wire, "hi")).json
+        usage = answer.get("usage") or answer["usageMetadata"]
+        read = {name.lower().replace("_", ""): count for name, count in usage.items()}
+        prompt, sampled = {"inputtokens", "prompttokens", "prompttokencount"}, {"outputtokens", "completiontokens"}
+        assert [count for name, count in read.items() if name in prompt] == [11]
+        assert [count for name, count in read.items() if name in {*sampled, "candidatestokencount"}] == [5]
+
+
+async def test_googles_other_routes_and_ways_to_give_the_key() -> None:
+    async with stage(PlayedEngine(otherwise=[bit("hel"), say("hello")]), dialects=DIALECTS) as s:
+        base, key, body = f"http://127.0.0.1:{s.port}", s.session.key, WIRES[3].body("three short words")
+        async with s.http.post(f"{base}/v1beta/models/m:countTokens?key={key}", json=body) as response:
+            assert await response.json() == {"totalTokens": 3}
+        async with s.http.get(f"{base}/v1beta/models?key={key}") as response:
+            assert [model["name"] for model in (await response.json())["models"]] == ["models/policy"]
+        async with s.http.post(f"{base}/s/{key}/models/m:streamGenerateContent", json=body) as response:
+            assert response.content_type == "application/json"
+            chunks = await response.json()
+        said = [part["text"] for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]]
+        assert ("".join(said), chunks[-1]["candidates"][0]["finishReason"]) == ("hello", "STOP")
+        async with s.http.post(f"{base}/v1beta/models/m:generateContent?key=guessed", json=body) as response:
+            assert (response.status, (await response.json())["error"]["status"]) == (401, "UNAUTHENTICATED")
+
+
+async def test_an_array_keeps_its_client_awake_with_elements_of_its_own() -> None:
+    slow = asyncio.Event()
+    async with stage(PlayedEngine([slow, say("done")]), dialects=DIALECTS, keep_alive=0.01) as s:
+        data = json.dumps(WIRES[3].body("hi")).encode()
+        client = await s.send(f"/s/{s.session.key}/v1beta/models/m:streamGenerateContent", data)
+        await client.until(b',\r\n{"candidates":[]')
+        slow.set()
+        assert b'"finishReason":"STOP"' in await client.until(b"]\r\n0\r\n\r\n")

@@ -32,6 +32,8 @@ NeMo Gym, and the command line goes through the same two.
         chat.py              OpenAI Chat Completions
         responses.py         OpenAI Responses
         responses_stream.py  output items of a Responses answer, and the events that stream them
+        gemini.py            Google generateContent
+        gemini_stream.py     its parts, their signatures, and the chunks that stream both
         attempts.py          one generation and the requests waiting for it: joined, replayed, held back
         session.py           one rollout's calls: retries, limits, records, the end
         server.py            moves bytes between aiohttp and sessions, decides nothing

@@ -160,6 +160,8 @@ class ModelRequest:
     """Names of request fields nobody understood: ignored and counted, never a 400."""
     include_usage: bool = True
     """Chat streaming only: ``stream_options.include_usage``."""
+    sse: bool = True
+    """Gemini streaming only: ``alt=sse``; without it the stream is one JSON array."""
 
 
 @dataclass(frozen=True, slots=True)

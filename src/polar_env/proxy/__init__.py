@@ -1,7 +1,8 @@
 """The proxy room: model calls of a harness in, committed call records out.
 
-``sse`` frames events · ``anthropic`` / ``chat`` / ``responses`` are the wire APIs (pure, no sockets) · ``session``
-holds one rollout's calls, retries and limits · ``server`` moves bytes between aiohttp and the two, and decides nothing.
+``sse`` frames events · ``anthropic`` / ``chat`` / ``responses`` / ``gemini`` are the wire APIs (pure, no sockets) ·
+``session`` holds one rollout's calls, retries and limits · ``server`` moves bytes between aiohttp and the two, and
+decides nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ DIALECTS: tuple[str, ...] = (
     "polar_env.proxy.anthropic:Anthropic",
     "polar_env.proxy.chat:Chat",
     "polar_env.proxy.responses:Responses",
+    "polar_env.proxy.gemini:Gemini",
 )
 """Dotted paths of the dialects, in the order their routes are tried."""
 
@@ -48,7 +50,10 @@ class Dialect(Protocol):
         ...
 
     def decode(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> ModelRequest:
-        """Raises BadRequest only for what would change meaning (n > 1, no messages). ``headers`` are lower-case."""
+        """Raises BadRequest only for what would change meaning (n > 1, no messages).
+
+        ``path`` is that of ``matches`` with the request's query; ``headers`` are lower-case.
+        """
         ...
 
     def reply(self, request: ModelRequest, turn: AssistantTurn, call_id: str) -> dict[str, Any]:

@@ -50,6 +50,7 @@ REMEMBERED = 100_000
 """Keys of closed sessions answered 410 rather than 401."""
 
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+ARRAY_HEADERS = {**STREAM_HEADERS, "Content-Type": "application/json; charset=utf-8"}
 
 
 class ProxyServer:
@@ -179,7 +180,7 @@ class ProxyServer:
     ) -> web.StreamResponse:
         raw = await read_body(request, self._config.max_body_bytes)
         headers = {name.lower(): value for name, value in request.headers.items()}
-        decoded, body = decode(dialect, path, headers, raw)
+        decoded, body = decode(dialect, f"{path}?{request.query_string}", headers, raw)
         if operation == "count_tokens":
             return web.json_response(dialect.token_count(await session.engine.count_tokens(decoded)))
         send_in_full(request)
@@ -215,7 +216,7 @@ class ProxyServer:
         """The answer as a stream of events. Raises Refusal only before the headers left."""
         keep_alive = self._config.keep_alive
         await attempt.opening(min(HOLD, keep_alive))
-        response = web.StreamResponse(headers=STREAM_HEADERS)
+        response = web.StreamResponse(headers=STREAM_HEADERS if decoded.sse else ARRAY_HEADERS)
         encoder = dialect.encoder(decoded, attempt.call_id, attempt.prompt_tokens)
         complete = False
         try:
