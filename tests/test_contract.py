@@ -40,6 +40,18 @@ def output(row: Row) -> list[Any]:
     return row["response"]["output"]
 
 
+def retoken(row: Row, prompt: list[Any]) -> None:
+    """The same first prompt in both calls."""
+    output(row)[0]["prompt_token_ids"] = prompt
+    output(row)[2]["prompt_token_ids"] = [*prompt, 3, 4, 5]
+
+
+def only_thought(row: Row, text: str) -> None:
+    """The first call was nothing but this thought, which therefore carries its tokens."""
+    del output(row)[0]["content"]
+    output(row)[0].update(type="reasoning", summary=[{"type": "summary_text", "text": text}])
+
+
 def test_a_good_row_is_accepted() -> None:
     assert violations(good(), max_tokens=6) == []
     check(good())
@@ -64,6 +76,15 @@ BREAKS: list[tuple[str, Change]] = [
     ("rule 3: output[0] has a log-prob", lambda row: output(row)[0].update(generation_log_probs=[-1.0, 0.5])),
     ("rule 3: trainable item 0 has a negative", lambda row: output(row)[0].update(prompt_token_ids=[-1, 2])),
     ("rule 3: trainable item 1 has a negative", lambda row: output(row)[2].update(generation_token_ids=[-6])),
+    ("rule 2: reward_components must add up", lambda row: row.update(reward_components={"tests": 0.25})),
+    ("rule 2: reward_components must add up", lambda row: row.update(reward_components={"tests": None})),
+    ("rule 2: reward_components must add up", lambda row: row.update(reward_components=[1.0])),
+    ("rule 3: trainable item 0 has a token id that is a float", lambda row: retoken(row, [1.0, 2])),
+    ("rule 3: trainable item 0 has a token id that is a bool", lambda row: retoken(row, [True, 2])),
+    ("rule 3: trainable item 0 has a token id that is a str", lambda row: retoken(row, ["a", "b"])),
+    ("rule 3: trainable item 0 has a token id above int32", lambda row: retoken(row, [2**31, 2])),
+    ("rule 3: output[0] needs all of", lambda row: output(row)[0].update(prompt_token_ids="ab")),
+    ("rule 3: output[0] has a log-prob", lambda row: output(row)[0].update(generation_log_probs=["a", "b"])),
     ("rule 4: trainable item 1 does not continue", lambda row: output(row)[2].update(prompt_token_ids=[1, 2, 3, 9, 5])),
     ("rule 4: trainable item 1 does not continue", lambda row: output(row)[2].update(prompt_token_ids=[1, 2])),
     ("rule 5: no trainable item", lambda row: row.update(response={"output": []})),
@@ -72,10 +93,16 @@ BREAKS: list[tuple[str, Change]] = [
     ("rule 7: mask_sample is False at top level and None", lambda row: row.pop("instance_config")),
     ("rule 7: mask_sample is None", lambda row: row.pop("mask_sample")),
     ("rule 9: seconds is inf", lambda row: row.update(seconds=math.inf)),
+    ("rule 9: nanoseconds is an integer", lambda row: row.update(nanoseconds=1_700_000_000_000_000_000)),
+    ("rule 9: count is an integer", lambda row: row.update(count=10**400)),
     ("rule 10: 6 tokens, the policy takes 5", lambda row: None),
     ("rule 11: <think> in the text of output[1]", lambda row: output(row)[1]["content"][0].update(text="a <think>")),
     ("rule 11: </think>", lambda row: output(row)[0]["content"][0].update(text="hm</think> ok")),
     ("rule 11: <tool_call>", lambda row: output(row)[0]["content"][0].update(text="<tool_call>{")),
+    ("rule 11: <function_call>", lambda row: output(row)[0]["content"][0].update(text="<function_call>{")),
+    ("rule 11: <think>", lambda row: output(row)[0]["content"].insert(0, {"type": "refusal", "text": "<think>"})),
+    ("rule 11: <tool_call> in the text of output[0]", lambda row: only_thought(row, "<tool_call>{")),
+    ("rule 11: <think> in the text of output[0]", lambda row: only_thought(row, "<think>a<think>b")),
 ]
 
 
@@ -99,6 +126,23 @@ def test_where_a_row_stops_being_one_sequence_is_told() -> None:
 def test_reasoning_items_may_hold_what_a_message_may_not() -> None:
     row = good()
     output(row).insert(0, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "<think>"}]})
+    assert violations(row) == []
+
+
+def test_one_tag_in_the_thought_that_carries_the_tokens_is_no_leak() -> None:
+    row = good()
+    only_thought(row, "<think>never closed")
+    assert violations(row) == []
+
+
+def test_reward_components_that_add_up_are_accepted() -> None:
+    assert violations(good() | {"reward_components": {"tests": 0.75, "style": 0.25}}) == []
+
+
+@pytest.mark.parametrize("content", [None, "text", [{"type": "output_text", "text": None}], ["text"]])
+def test_content_without_text_is_no_leak(content: Any) -> None:
+    row = good()
+    output(row)[1]["content"] = content
     assert violations(row) == []
 
 

@@ -181,6 +181,19 @@ def test_a_call_that_said_nothing_still_has_an_item_for_its_tokens() -> None:
     assert (item["content"][0]["text"], item["generation_token_ids"]) == ("", [2])
 
 
+@pytest.mark.parametrize("field", ["text", "reasoning"])
+@pytest.mark.parametrize("thought", ["<tool_call>{bad json", "<think>a <think>b"])
+def test_a_thought_nemo_rl_would_punish_does_not_carry_the_tokens(field: str, thought: str) -> None:
+    reasoning, message = said(call(0, [1], [2], **{"text": "", field: thought}))
+    assert (reasoning["summary"][0]["text"], "generation_token_ids" in reasoning) == (thought, False)
+    assert (message["content"][0]["text"], message["generation_token_ids"]) == ("", [2])
+
+
+def test_seconds_are_rounded_so_that_two_never_differ_by_a_few_bits() -> None:
+    close = [made(replace(rollout(session()), seconds={"agent": value})) for value in (12.5, 12.5 + 2e-15)]
+    assert [made_row["seconds_agent"] for made_row in close] == [12.5, 12.5]
+
+
 def test_a_call_cut_at_its_length_is_incomplete() -> None:
     (item,) = said(call(0, [1], [2], stop=StopReason.LENGTH))
     assert item["status"] == "incomplete"

@@ -11,7 +11,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from polar_env.errors import PolarError
@@ -19,11 +19,19 @@ from polar_env.errors import PolarError
 Row = Mapping[str, Any]
 
 TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-LEAKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Markup that the SWE recipes punish with -5 inside an output_text item."""
+THINK_TAGS = ("<think>", "</think>")
+TOOL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+LEAKS = (*THINK_TAGS, *TOOL_TAGS)
+"""Markup that the SWE recipes punish with -5 inside an output_text item: NeMo-RL's default ``thinking_tags`` and
+``invalid_tool_call_patterns`` (``environments/nemo_gym.py``)."""
 
 REWARDS = (0.0, 1.0)
 """Exact in binary: equal rewards of any other size may differ from their own mean (rule 15)."""
+
+MAX_TOKEN_ID = 2**31 - 1
+
+MAX_METRIC = 2.0**46
+"""NeMo-RL puts every metric into a histogram of 64 bins, at least 1 wide: numpy cannot make it beyond 2**47."""
 
 MAX_LOG_PROB = 1e-6
 """Float noise of log_softmax, the same as in ``capture.judge``."""
@@ -112,6 +120,14 @@ def _shape(row: Row) -> Iterator[str]:
     reward = row.get("reward")
     if isinstance(reward, bool) or reward not in REWARDS:
         yield f"rule 2: reward must be 0.0 or 1.0, not {reward!r}"
+    elif (parts := row.get("reward_components")) and not _adds_up(parts, reward):
+        yield f"rule 2: reward_components must add up to the reward, {reward!r}: {parts!r}"
+
+
+def _adds_up(parts: Any, reward: float) -> bool:
+    numbers = list(cast("Mapping[str, Any]", parts).values()) if isinstance(parts, Mapping) else []
+    real = all(isinstance(number, int | float) for number in numbers)
+    return real and math.isclose(sum(cast("list[float]", numbers)), reward, abs_tol=1e-6)
 
 
 def _tensors(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -120,13 +136,13 @@ def _tensors(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         present = [key for key in TOKEN_KEYS if item.get(key) is not None]
         if not present:
             continue
-        if len(present) < len(TOKEN_KEYS) or not all(item[key] for key in TOKEN_KEYS):
-            yield f"rule 3: output[{at}] needs all of {', '.join(TOKEN_KEYS)}, none of them empty, or none at all"
+        if not all(isinstance(item.get(key), list) and item[key] for key in TOKEN_KEYS):
+            yield f"rule 3: output[{at}] needs all of {', '.join(TOKEN_KEYS)}, lists, none empty, or none at all"
             continue
         sampled, log_probs = item["generation_token_ids"], item["generation_log_probs"]
         if len(sampled) != len(log_probs):
             yield f"rule 3: output[{at}] has {len(sampled)} sampled ids and {len(log_probs)} log-probs"
-        if not all(math.isfinite(value) and value <= MAX_LOG_PROB for value in log_probs):
+        if not all(isinstance(p, int | float) and math.isfinite(p) and p <= MAX_LOG_PROB for p in log_probs):
             yield f"rule 3: output[{at}] has a log-prob that is no log-probability"
 
 
@@ -140,11 +156,20 @@ def _sequence(items: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Ite
             yield f"rule 4: trainable item {turn} does not continue the row: token {at} of {len(seen)} differs"
         elif len(prompt) == len(seen):
             yield f"rule 6: trainable item {turn} adds no prompt token to the row"
-        elif min(prompt[len(seen) :]) < 0 or min(item["generation_token_ids"]) < 0:
-            yield f"rule 3: trainable item {turn} has a negative token id"
+        elif wrong := _not_ids([*prompt[len(seen) :], *item["generation_token_ids"]]):
+            yield f"rule 3: trainable item {turn} has {wrong}"
         seen = prompt + item["generation_token_ids"]
     if max_tokens is not None and len(seen) > max_tokens:
         yield f"rule 10: {len(seen)} tokens, the policy takes {max_tokens}; trim to the longest prefix of whole calls"
+
+
+def _not_ids(values: Sequence[int]) -> str:
+    """What keeps ``values`` from being token ids (one float: NeMo-RL's tensor has another dtype); ``""`` if nothing."""
+    if odd := {type(value).__name__ for value in values} - {"int"}:
+        return f"a token id that is a {min(odd)}"
+    if min(values) < 0:
+        return "a negative token id"
+    return "a token id above int32" if max(values) > MAX_TOKEN_ID else ""
 
 
 def _masks(row: Row) -> Iterator[str]:
@@ -159,17 +184,44 @@ def _masks(row: Row) -> Iterator[str]:
 def _scalars(row: Row) -> Iterator[str]:
     """Rule 9: top-level numbers become metrics."""
     for key, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"rule 9: {key} is {value}; a metric must be finite"
+        if isinstance(value, int | float) and not abs(value) <= MAX_METRIC:
+            shown = f"{value}" if isinstance(value, float) else "an integer"
+            yield f"rule 9: {key} is {shown}; a metric must be finite and at most 2**46"
 
 
 def _leaks(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Rule 11: reasoning belongs in a reasoning item, tool calls in function_call items."""
     for at, item in enumerate(items):
-        for part in item.get("content") or ():
-            found = [leak for leak in LEAKS if part.get("type") == "output_text" and leak in part.get("text", "")]
-            if found:
-                yield f"rule 11: {found[0]} in the text of output[{at}]"
+        if leak := punished(item):
+            yield f"rule 11: {leak} in the text of output[{at}]"
+
+
+def punished(item: Row) -> str:
+    """The markup for which NeMo-RL would flag ``item`` if it carried a call's tokens; ``""`` without.
+
+    In a message: any. In a reasoning item, which is looked at only when it carries the tokens: a tool call's, and a
+    thinking tag that is there twice (stricter than NeMo-RL: every part is read, and items without tokens too, but
+    reasoning without tokens may hold anything).
+    """
+    text = "\n".join(_texts(item.get("content")))
+    if found := [leak for leak in LEAKS if leak in text]:
+        return found[0]
+    if not item.get("generation_token_ids"):
+        return ""
+    return markup(_texts(item.get("summary")))
+
+
+def markup(thoughts: Iterable[str]) -> str:
+    """What NeMo-RL flags a reasoning item of ``thoughts`` for when it carries a call's tokens; ``""`` if nothing."""
+    text = "\n".join(thoughts)
+    found = [tag for tag in TOOL_TAGS if tag in text] + [tag for tag in THINK_TAGS if text.count(tag) > 1]
+    return found[0] if found else ""
+
+
+def _texts(parts: Any) -> list[str]:
+    listed = cast("list[Any]", parts) if isinstance(parts, list) else []
+    texts = [cast("Row", part).get("text") for part in listed if isinstance(part, Mapping)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _json(row: Row) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polar_env.gym.contract import LEAKS, ContractError, first_prompt_digest, violations
+from polar_env.gym.contract import LEAKS, ContractError, first_prompt_digest, markup, violations
 from polar_env.trajectory import trim
 from polar_env.types import (
     AssistantTurn,
@@ -156,12 +156,15 @@ def _response(result: RolloutResult, params: Mapping[str, Any], model: str, outp
 
 
 def _items(turn: ChainTurn, said: AssistantTurn, *, with_ids: bool) -> list[dict[str, Any]]:
-    """One call as output items: reasoning, message, function calls; a trained call's ids sit on the last."""
+    """One call as output items: reasoning, message, function calls; a trained call's ids sit on the last.
+
+    A thought that NeMo-RL would punish where the ids are (rule 11) does not carry them: an empty message does.
+    """
     text, leaked = _split(said.text)
     status = "incomplete" if said.stop in (StopReason.LENGTH, StopReason.ABORT) else "completed"
     thoughts = [thought for thought in (said.reasoning, *leaked) if thought]
     items = [_reasoning(f"rs_{turn.call_id}_{i}", thought) for i, thought in enumerate(thoughts)]
-    if text or not (items or said.tool_calls):
+    if text or not (said.tool_calls or (thoughts and not markup(thoughts[-1:]))):
         items.append(_message(f"msg_{turn.call_id}", text, status))
     for tool in said.tool_calls:
         named = {"id": f"fc_{turn.call_id}_{tool.id}", "call_id": tool.id, "name": tool.name}
@@ -220,7 +223,10 @@ def _placeholder(result: RolloutResult) -> dict[str, Any]:
 
 
 def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
-    """Top-level numbers: Gym and NeMo-RL average each. Always the same keys, always finite."""
+    """Top-level numbers: Gym and NeMo-RL average each. Always the same keys, always finite.
+
+    Seconds are rounded: numpy makes no histogram (rule 9) of two numbers that differ in their last few bits only.
+    """
     trajectory, records = result.trajectory, result.ledger.records
     trained = delivery.chain.trainable_tokens if delivery.chain and not delivery.masked else 0
     code = result.exit.code if result.exit else None
@@ -240,7 +246,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "patch_bytes": float(len(result.patch)),
         "harness_exit_code": -1.0 if code is None else float(code),
         "agent_timed_out": float(result.outcome is Outcome.AGENT_TIMEOUT),
-        **{f"seconds_{phase}": float(result.seconds.get(phase, 0.0)) for phase in PHASES},
+        **{f"seconds_{phase}": round(float(result.seconds.get(phase, 0.0)), 6) for phase in PHASES},
     }
 
 
