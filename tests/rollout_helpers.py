@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from polar_env.config import PolarConfig, environment, load
 from polar_env.engine import tokenizer
-from polar_env.rollout import RolloutJob, open_proxy, rollout
+from polar_env.gym import contract, rows
+from polar_env.proxy.server import ProxyServer
+from polar_env.rollout import RolloutJob, make_engine, open_proxy, rollout
 from polar_env.tasks import rows as task_rows
 from polar_env.types import RolloutResult, Sampling
 
@@ -23,6 +26,11 @@ STORE = Path(environment("POLAR_CACHE", "~/.cache/polar_env")).expanduser()
 def python(code: str) -> tuple[str, ...]:
     """A shell-harness command that runs ``code``."""
     return ("python", "-c", code, "{instruction_file}")
+
+
+def hanging(marker: str) -> tuple[str, ...]:
+    """A shell-harness command that calls nothing and never ends; ``marker`` finds it among the machine's processes."""
+    return ("python", "-c", "import threading; threading.Event().wait()", marker)
 
 
 async def settings(sessions: Path, **groups: Any) -> PolarConfig:
@@ -50,6 +58,20 @@ async def roll(config: PolarConfig, index: int = 0) -> RolloutResult:
         return await rollout(job(config, index), proxy, config)
 
 
+async def roll_unchecked(config: PolarConfig) -> RolloutResult:
+    """The same with an engine that would not pass its check: it breaks after the rollout began."""
+    engine = make_engine(config)
+    async with aclosing(engine), ProxyServer(engine, config.proxy) as proxy:
+        return await rollout(job(config), proxy, config)
+
+
+def delivered(result: RolloutResult) -> dict[str, Any]:
+    """The row NeMo-RL would get, judged."""
+    row = rows.row(result, {"input": "x"}, model="policy", max_tokens=None)
+    assert contract.violations(row) == []
+    return row
+
+
 def job(config: PolarConfig, index: int = 0) -> RolloutJob:
     """The rollout of the first embedded task that these tests run."""
     task = task_rows.load("embedded")[0]
@@ -58,10 +80,18 @@ def job(config: PolarConfig, index: int = 0) -> RolloutJob:
 
 def left_running() -> list[str]:
     """Processes under this one that a rollout started: everything but the grader's worker, which serves them all."""
+    return [command for command in below_us().values() if command and "polar_env.grade.report" not in command]
+
+
+def below_us() -> dict[int, str]:
+    """Pid -> command line of every process below this one."""
     parents = dict(_statuses())
-    ours = [pid for pid in parents if _descends(pid, os.getpid(), parents)]
-    commands = [(Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in ours]
-    return [command for command in commands if command and "polar_env.grade.report" not in command]
+    found: dict[int, str] = {}
+    for pid in parents:
+        if _descends(pid, os.getpid(), parents):
+            with contextlib.suppress(OSError):
+                found[pid] = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
 
 
 def _statuses() -> Iterator[tuple[int, int]]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from polar_env.config import PolarConfig, compose, environment, override
-from polar_env.errors import PolarError
+from polar_env.errors import ConfigError, PolarError
 from polar_env.gym import ROOT
+from polar_env.rollout import RolloutJob, harness_class, make_engine, open_proxy, rollout
 from polar_env.types import Sampling
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; a PolarError is printed as one sentence, and the exit code is 2."""
+    """Run a subcommand; a PolarError is printed as one sentence, and the exit code is 2 (130 after Ctrl-C)."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolarError as error:
         print(f"polar: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +70,11 @@ def _line_options(parser: argparse.ArgumentParser) -> None:
 def _settings(arguments: argparse.Namespace, engine: str) -> PolarConfig:
     """conf/ plus the flags. POLAR_CACHE moves the cache, as CI and clusters need."""
     overrides = [f"engine={arguments.engine or engine}"]
+    harnesses = _names(getattr(arguments, "harness", None))
+    for name in harnesses:
+        harness_class(name)
+    if len(harnesses) == 1:
+        overrides.append(override("harness.name", harnesses[0]))
     if arguments.data:
         overrides.append(override("data", arguments.data))
     if arguments.model_url:
@@ -95,17 +103,14 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    config = _settings(arguments, "vllm")
-    if arguments.harness:
-        config = config.model_copy(update={"harness": config.harness.model_copy(update={"name": arguments.harness})})
-    row = asyncio.run(_one(config, arguments))
-    print(json.dumps(row))
+    if len(_names(arguments.harness)) > 1 or len(_names(arguments.task)) > 1:
+        raise ConfigError("polar rollout runs one harness on one task; polar demo runs groups of several")
+    print(json.dumps(asyncio.run(_one(_settings(arguments, "vllm"), arguments))))
     return 0
 
 
 async def _one(config: PolarConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     from polar_env.gym import rows
-    from polar_env.rollout import RolloutJob, open_proxy, rollout
     from polar_env.tasks import rows as task_rows
 
     task = task_rows.load(config.data, _names(arguments.task))[0]
@@ -121,9 +126,11 @@ def _dataset(arguments: argparse.Namespace) -> int:
     from polar_env.gym import dataset
     from polar_env.tasks import rows as task_rows
 
-    tasks = task_rows.load(arguments.data or "", _names(arguments.task))
+    config = _settings(arguments, "vllm")
+    tasks = task_rows.load(config.data, _names(arguments.task))
+    data = str(Path(config.data).resolve()) if config.data and Path(config.data).exists() else config.data
     harnesses = _names(arguments.harness) or ("",)
-    rows = [dataset.dataset_row(t, h, arguments.data or "", embed=arguments.embed) for t in tasks for h in harnesses]
+    rows = [dataset.dataset_row(t, h, data, embed=arguments.embed) for t in tasks for h in harnesses]
     print(f"{dataset.write(rows, arguments.out)} rows in {arguments.out}")
     return 0
 
@@ -142,8 +149,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 async def _facts(config: PolarConfig) -> Any:
-    from polar_env.rollout import make_engine
-
     engine = make_engine(config)
     try:
         return await engine.check()

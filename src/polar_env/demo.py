@@ -15,9 +15,10 @@ from typing import Any
 
 from polar_env.config import PolarConfig
 from polar_env.engine import tokenizer
+from polar_env.errors import ConfigError
 from polar_env.gym import contract, launch
 from polar_env.gym.dataset import dataset_row
-from polar_env.rollout import make_harness
+from polar_env.rollout import harness_named, make_harness
 from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
@@ -33,7 +34,7 @@ COLUMNS = ("harness", "rollout", "outcome", "reward", "calls", "chains", "traina
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What to run. ``expected[i]`` is the reward rollout i must get; empty expects nothing (a real policy)."""
+    """What to run. ``expected`` is the reward each script of the scripted engine must get; others may get any."""
 
     config: PolarConfig
     harnesses: tuple[str, ...] = HARNESSES
@@ -49,7 +50,9 @@ def say(text: str) -> None:
 
 
 def run(demo: Demo) -> int:
-    """Run it; 0 when every row is valid and every expected reward came from the grader."""
+    """Run it; 0 when every row is valid and every expected reward came from the grader. Raises PolarError."""
+    if demo.rollouts < 1:
+        raise ConfigError("a group needs at least one rollout (--rollouts)")
     tasks = choose(demo)
     asyncio.run(ready(demo, tasks))
     rows = [row for number, task in enumerate(tasks) for row in group_rows(demo, number, task)]
@@ -75,7 +78,7 @@ async def ready(demo: Demo, tasks: Sequence[Task]) -> None:
     """Install, fetch and prepare everything once, visibly: the servers then find it in the cache."""
     store = demo.config.store.cache.expanduser()
     for name in demo.harnesses:
-        harness = make_harness(demo.config.harness.model_copy(update={"name": name}))
+        harness = make_harness(harness_named(demo.config.harness, name))
         say(f"harness {name}: installing from the registry if it is not in {store}")
         await harness.install(store)
     for task in tasks:

@@ -6,9 +6,10 @@ agent, the calls captured so far are sealed, the patch is read, and nothing is l
 
 import asyncio
 import pkgutil
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,10 +82,19 @@ class _Phase:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         seconds = self._ending.seconds
         seconds[self._name] = seconds.get(self._name, 0.0) + time.monotonic() - self._started
-        if not isinstance(error, PolarError):
+        failure = _failure(error)
+        if failure is None:
             return False
-        self._ending.error = self._ending.error or error
+        self._ending.error = self._ending.error or failure
         return True
+
+
+def _failure(error: BaseException | None) -> PolarError | None:
+    """The failure itself: a task group wraps what its body and its tasks raise. ``None`` when a bug is among it."""
+    if isinstance(error, ExceptionGroup):
+        ours, bugs = cast("ExceptionGroup[Exception]", error).split(PolarError)
+        return None if ours is None or bugs is not None else _failure(ours.exceptions[0])
+    return error if isinstance(error, PolarError) else None
 
 
 @asynccontextmanager
@@ -100,13 +110,25 @@ async def _budget(seconds: float, error: type[PolarError], doing: str) -> AsyncG
 
 
 def make_harness(config: HarnessConfig) -> Harness:
-    """The preset named by the configuration. Raises ConfigError with the known names."""
-    path = harness_room.HARNESSES.get(config.name, config.name)
+    """The preset named by the configuration. Raises ConfigError: no such preset, or not with these settings."""
+    return harness_class(config.name)(config)
+
+
+def harness_class(name: str) -> Callable[[HarnessConfig], Harness]:
+    """The class behind a harness name. Raises ConfigError with the known names."""
+    path = harness_room.HARNESSES.get(name, name)
     if ":" not in path:
-        raise ConfigError(
-            f"unknown harness {config.name!r}; known: {', '.join(harness_room.HARNESSES)}, or module:Class"
-        )
-    return cast("Harness", pkgutil.resolve_name(path)(config))
+        raise ConfigError(f"unknown harness {name!r}; known: {', '.join(harness_room.HARNESSES)}, or module:Class")
+    try:
+        return cast("Callable[[HarnessConfig], Harness]", pkgutil.resolve_name(path))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"harness {name!r} cannot be imported: {error}") from error
+
+
+def harness_named(config: HarnessConfig, name: str) -> HarnessConfig:
+    """``config`` for a harness of that name: its version, command and arguments are the configured harness's own."""
+    other = {"name": name, "version": "", "command": (), "extra_args": ()}
+    return config if name == config.name else config.model_copy(update=other)
 
 
 def make_engine(config: PolarConfig) -> Engine:
@@ -118,10 +140,13 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
     """Run one rollout to its end. Never raises for what a rollout can meet: the outcome says it.
 
     Raises:
+        ConfigError: the harness cannot be made; nothing was started.
+        CaptureError: the session's log cannot be opened; nothing was started.
         asyncio.CancelledError: when the caller cancels; everything is torn down first.
     """
     harness = make_harness(job.harness)
-    session_id = f"{job.task.task_id}.{job.index}.{uuid.uuid4().hex[:12]}"
+    name = re.sub(r"[^\w.-]", "_", job.task.task_id)  # it names a folder
+    session_id = f"{name}.{job.index}.{uuid.uuid4().hex[:12]}"
     ending = _Ending()
     async with SegmentLog(_session_dir(config, session_id)) as log:
         session = _open_session(job, harness, proxy, config, Ledger(session_id, log))
@@ -131,8 +156,8 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
             sealed = await asyncio.shield(session.close())
     outcome, detail = _outcome(ending, session, sealed, harness)
     verdict = None if outcome in INFRASTRUCTURE else await _grade(ending, config)
-    if ending.error is not None and isinstance(ending.error, GradeError):
-        outcome, detail = Outcome.GRADE_ERROR, str(ending.error)
+    if ending.error is not None:  # also one that came with the grading
+        outcome, detail = ending.error.outcome, str(ending.error)
     decision = decide(outcome, verdict, sealed.complete, config.reward)
     return RolloutResult(
         task_id=job.task.task_id,

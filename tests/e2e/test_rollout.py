@@ -1,36 +1,58 @@
 """Whole rollouts in real sandboxes: how each ending is named, masked and delivered, and that nothing is left behind."""
 
 import asyncio
+import base64
+import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from census import census
 from engine_helpers import Answer, VllmServer
 from polar_env.capture import rebuild
-from polar_env.gym import contract, rows
-from polar_env.proxy.server import ProxyServer
-from polar_env.rollout import make_engine, open_proxy, rollout
-from polar_env.types import HoleKind, Outcome, RolloutResult, VerdictStatus
-from rollout_helpers import AGENT, job, left_running, python, roll, settings
+from polar_env.gym import contract
+from polar_env.gym.environment import PolarEnvironment
+from polar_env.rollout import open_proxy, rollout
+from polar_env.types import HoleKind, Outcome, VerdictStatus
+from rollout_helpers import (
+    AGENT,
+    below_us,
+    delivered,
+    hanging,
+    job,
+    left_running,
+    python,
+    roll,
+    roll_unchecked,
+    settings,
+)
+from sandbox_helpers import until_running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+DONE = 'print(reply.get("content") or "")'
+"""What the example agent does when the model has called nothing."""
 
 
 def real_engine(server: VllmServer) -> dict:
     return {"kind": "vllm", "base_urls": [server.url], "model": server.model}
 
 
-def delivered(result: RolloutResult) -> dict:
-    """The row NeMo-RL would get, judged."""
-    row = rows.row(result, {"input": "x"}, model="policy", max_tokens=None)
-    assert contract.violations(row) == []
-    return row
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """After every ending: no process below this one, no mount, no file of ours in the temporary directory."""
+    scratch = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    mounts = census().mounts
     yield
     assert left_running() == []
+    assert census().mounts.keys() - mounts.keys() == set()
+    assert list(scratch.iterdir()) == []
+
+
+# --- what a policy earns ----------------------------------------------------------------------------------------
 
 
 async def test_a_policy_that_fixes_the_bug_earns_the_grader_s_one(tmp_path: Path):
@@ -43,7 +65,7 @@ async def test_a_policy_that_fixes_the_bug_earns_the_grader_s_one(tmp_path: Path
 
 
 async def test_what_was_delivered_can_be_rebuilt_from_the_durable_log(tmp_path: Path):
-    result = await roll(await settings(tmp_path))
+    result = await roll(await settings(tmp_path, engine={"scripts": ["give_up"]}))
     assert rebuild(tmp_path / result.ledger.session_id) == result.ledger
 
 
@@ -57,8 +79,29 @@ async def test_a_policy_that_does_not_fix_it_earns_a_zero_that_trains(tmp_path: 
     assert delivered(result)["mask_sample"] is False
 
 
+async def test_a_patch_that_does_not_apply_is_a_zero_that_trains_when_it_is_graded_again(tmp_path: Path):
+    config = await settings(tmp_path)
+    row = delivered(await roll(config))
+    stale = base64.b64decode(row["polar"]["patch"]).replace(b".py", b"_of_another_time.py")
+    async with PolarEnvironment(config).opened() as environment:
+        same = await environment.regrade(row)
+        broken = await environment.regrade(with_patch(row, stale))
+        empty = await environment.regrade(with_patch(row, b""))
+    assert (same["reward"], same["mask_sample"], same["resolved"]) == (row["reward"], row["mask_sample"], True)
+    for graded in (broken, empty):
+        assert (graded["reward"], graded["mask_sample"], graded["resolved"]) == (0.0, False, False)
+        assert contract.violations({**row, **graded}) == []
+
+
+def with_patch(row: dict, patch: bytes) -> dict:
+    return {**row, "polar": {**row["polar"], "patch": base64.b64encode(patch).decode()}}
+
+
+# --- what a harness can do --------------------------------------------------------------------------------------
+
+
 async def test_a_harness_that_exits_non_zero_after_work_is_an_agent_error_and_still_graded(tmp_path: Path):
-    crash = AGENT.replace('print(reply.get("content") or "")', "sys.exit(7)")
+    crash = AGENT.replace(DONE, "sys.exit(7)")
     result = await roll(await settings(tmp_path, harness={"command": python(crash)}))
     assert result.outcome is Outcome.AGENT_ERROR
     assert result.exit.code == 7
@@ -67,12 +110,28 @@ async def test_a_harness_that_exits_non_zero_after_work_is_an_agent_error_and_st
 
 
 async def test_a_harness_that_hangs_is_stopped_at_its_deadline_and_its_calls_are_delivered(tmp_path: Path):
-    hang = AGENT.replace('print(reply.get("content") or "")', "import threading; threading.Event().wait()")
-    result = await roll(await settings(tmp_path, harness={"command": python(hang)}, budget={"agent": 12.0}))
+    hang = AGENT.replace(DONE, "import threading; threading.Event().wait()")
+    groups = {"harness": {"command": python(hang)}, "budget": {"agent": 8.0}, "engine": {"scripts": ["give_up"]}}
+    result = await roll(await settings(tmp_path, **groups))
     assert result.outcome is Outcome.AGENT_TIMEOUT
     assert result.exit.timed_out
     assert result.trajectory.sampled_tokens > 0
     assert delivered(result)["trainable_tokens"] == result.trajectory.sampled_tokens
+
+
+async def test_a_timeout_is_masked_where_the_configuration_says_so(tmp_path: Path):
+    hang = AGENT.replace(DONE, "import threading; threading.Event().wait()")
+    groups = {"harness": {"command": python(hang)}, "budget": {"agent": 8.0}, "engine": {"scripts": ["give_up"]}}
+    result = await roll(await settings(tmp_path, reward={"train_timeouts": False}, **groups))
+    assert result.outcome is Outcome.AGENT_TIMEOUT
+    row = delivered(result)
+    assert (row["mask_sample"], row["failure_kind"], row["trainable_tokens"]) == (True, "agent_timeout", 0.0)
+
+
+async def test_a_harness_that_is_not_there_never_called_the_model(tmp_path: Path):
+    result = await roll(await settings(tmp_path, harness={"command": ("no-such-agent",)}))
+    assert (result.outcome, result.exit.code) == (Outcome.NO_CALLS, 127)
+    assert delivered(result)["mask_sample"] is True
 
 
 async def test_a_harness_that_never_calls_the_model_is_masked_never_a_zero(tmp_path: Path):
@@ -102,12 +161,13 @@ async def test_a_policy_that_never_stops_meets_the_call_limit(tmp_path: Path):
     delivered(result)
 
 
+# --- what is ours -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("fault", ["die", "garbage", "eof", "reset", "gateway"])
 async def test_a_broken_engine_is_infrastructure_masked_with_its_reason(tmp_path: Path, fault: str):
     async with VllmServer(fault=fault).run() as engine:
-        config = await settings(tmp_path, engine=real_engine(engine))
-        async with ProxyServer(make_engine(config), config.proxy) as proxy:
-            result = await rollout(job(config), proxy, config)
+        result = await roll_unchecked(await settings(tmp_path, engine=real_engine(engine)))
     assert result.outcome is Outcome.ENGINE_ERROR
     assert result.decision.masked
     assert result.ledger.records == ()
@@ -116,22 +176,68 @@ async def test_a_broken_engine_is_infrastructure_masked_with_its_reason(tmp_path
 
 async def test_an_engine_that_gives_no_ids_makes_a_hole_that_masks_and_the_harness_never_notices(tmp_path: Path):
     async with VllmServer(answer=Answer(with_ids=False)).run() as engine:
-        config = await settings(tmp_path, engine=real_engine(engine), proxy={"max_calls": 2})
-        async with ProxyServer(make_engine(config), config.proxy) as proxy:
-            result = await rollout(job(config), proxy, config)
+        result = await roll_unchecked(await settings(tmp_path, engine=real_engine(engine), proxy={"max_calls": 2}))
     assert len(result.ledger.records) == 2
     assert {hole.kind for hole in result.ledger.holes} >= {HoleKind.MISSING_IDS}
     assert result.decision.masked
     assert delivered(result)["mask_sample"] is True
 
 
+async def test_an_engine_that_dies_in_the_middle_masks_and_keeps_what_was_sampled(tmp_path: Path):
+    async with VllmServer(answer=Answer(finish="tool_calls")).run() as engine:
+        config = await settings(tmp_path, engine=real_engine(engine))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(roll_unchecked(config))
+            await engine.started.wait()  # the first answer is out: the next request meets the fault
+            engine.fault = "die"
+        result = running.result()
+    assert result.outcome is Outcome.ENGINE_ERROR
+    assert result.ledger.records
+    row = delivered(result)
+    assert (row["mask_sample"], row["reward"]) == (True, 0.0)
+    assert row["num_model_calls"] == len(result.ledger.records)
+
+
+async def test_a_sandbox_that_cannot_start_is_infrastructure_with_its_reason(tmp_path: Path):
+    config = await settings(tmp_path, sandbox={"provider_options": {"bwrap": "/bin/false"}})
+    result = await roll(config)
+    assert (result.outcome, result.exit) == (Outcome.SANDBOX_ERROR, None)
+    assert "bwrap" in result.detail or "bubblewrap" in result.detail
+    assert delivered(result)["failure_reason"] == result.detail
+
+
+async def test_a_sandbox_killed_under_the_harness_is_infrastructure_not_a_bug(tmp_path: Path):
+    config = await settings(tmp_path, harness={"command": hanging("killed-sandbox")})
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(roll(config))
+        await until_running("killed-sandbox")
+        for pid, command in below_us().items():
+            if "bwrap" in command:
+                os.kill(pid, signal.SIGKILL)
+    result = running.result()
+    assert result.outcome is Outcome.SANDBOX_ERROR
+    assert delivered(result)["mask_sample"] is True
+
+
+async def test_a_start_that_takes_longer_than_its_budget_is_infrastructure(tmp_path: Path):
+    result = await roll(await settings(tmp_path, budget={"start": 0.001}))
+    assert result.outcome is Outcome.SANDBOX_ERROR
+    assert "starting the rollout took longer than its budget of 0.001 s" in result.detail
+    assert delivered(result)["mask_sample"] is True
+
+
+async def test_a_grader_that_gets_no_time_is_masked_never_a_zero(tmp_path: Path):
+    result = await roll(await settings(tmp_path, budget={"grade": 0.001, "finalise": 0.2}))
+    assert result.outcome in (Outcome.GRADE_ERROR, Outcome.SANDBOX_ERROR)
+    assert delivered(result)["mask_sample"] is True
+
+
 async def test_a_cancelled_rollout_leaves_nothing_running(tmp_path: Path):
-    hang = "import threading; print('up', flush=True); threading.Event().wait()"
-    config = await settings(tmp_path, harness={"command": python(hang)})
+    config = await settings(tmp_path, harness={"command": hanging("cancelled-rollout")})
     async with open_proxy(config) as proxy:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(rollout(job(config), proxy, config))
-            await asyncio.wait([running], timeout=8.0)
+            await until_running("cancelled-rollout")
             running.cancel()
         assert running.cancelled()
 

@@ -15,9 +15,9 @@ from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNo
 from nemo_gym.server_utils import get_response_json, raise_for_status
 from pydantic import ConfigDict
 
+from polar_env.config import PolarConfig
 from polar_env.errors import SandboxError
-from polar_env.gym import rows
-from polar_env.gym.environment import unstarted
+from polar_env.gym.environment import placeholder
 
 
 class PolarAgentConfig(BaseResponsesAPIAgentConfig):
@@ -49,20 +49,23 @@ class PolarAgent(SimpleResponsesAPIAgent):
     async def run(self, request: Request, body: PolarRunRequest = Body()) -> Response:
         """One row in, one row out, always HTTP 200: anything else ends NeMo-RL's whole batch.
 
-        The answer is passed on as bytes: parsing 100K token ids into models and back costs more than the hop.
+        The answer is passed on as bytes: turning 100K token ids into models and back costs more than the hop.
         """
         row: dict[str, Any] = body.model_dump(mode="json", exclude_unset=True)
         try:
             async with asyncio.timeout(self.config.hard_timeout):
                 answer = await self._post("/rollout", row)
-        except (TimeoutError, SandboxError) as error:
-            answer = orjson.dumps(_placeholder(row, error))
+        except TimeoutError:
+            answer = _placeholder(row, f"it took longer than hard_timeout, {self.config.hard_timeout:g} s")
+        except Exception as error:  # noqa: BLE001 - whatever it is: NeMo-RL gets a row, or loses the batch
+            answer = _placeholder(row, str(error) or type(error).__name__)
         return Response(answer, media_type="application/json")
 
     async def _post(self, path: str, row: dict[str, Any]) -> bytes:
+        """The answer's bytes. Raises SandboxError when they are not a row."""
         response = await self.server_client.post(server_name=self.config.resources_server.name, url_path=path, json=row)
         content = await response.read()
-        if response.status != 200:
+        if response.status != 200 or not _is_row(content):
             raise SandboxError(f"{path} answered {response.status}: {content[:400].decode('utf-8', 'replace')}")
         return content
 
@@ -75,8 +78,15 @@ class PolarAgent(SimpleResponsesAPIAgent):
         return AggregateMetrics.model_validate(await get_response_json(response))
 
 
-def _placeholder(row: dict[str, Any], error: Exception) -> dict[str, Any]:
-    task_id = str(row.get("task_id") or "")
-    lost = SandboxError(f"the polar resources server did not answer: {type(error).__name__}: {error}")
-    result = unstarted(task_id, str(row.get("harness") or ""), lost)
-    return rows.row(result, row.get("responses_create_params") or {}, model="policy", max_tokens=None)
+def _is_row(content: bytes) -> bool:
+    """Whether this is what the resources server, which has judged its row, answers with."""
+    try:
+        answer: Any = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(answer, dict) and {"response", "reward", "mask_sample"} <= answer.keys()
+
+
+def _placeholder(row: dict[str, Any], why: str) -> bytes:
+    lost = SandboxError(f"the polar resources server did not answer this row: {why}")
+    return orjson.dumps(placeholder(row, lost, PolarConfig()))

@@ -9,19 +9,21 @@ import base64
 import hashlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from polar_env.config import PolarConfig
 from polar_env.engine import Engine
-from polar_env.errors import ConfigError, PolarError, SandboxError
+from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
 from polar_env.grade.swebench import grade
 from polar_env.gym import rows
+from polar_env.gym.contract import ContractError
 from polar_env.proxy.server import ProxyServer
 from polar_env.reward import decide
-from polar_env.rollout import RolloutJob, make_engine, rollout
+from polar_env.rollout import RolloutJob, harness_named, make_engine, rollout
 from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
@@ -35,26 +37,36 @@ REPOST_GRACE = 30.0
 (nemo_gym/server_utils.py, _request_with_retries); past the grace nobody wants the result and it is cancelled."""
 
 
+class ClosedError(PolarError):
+    """The server ended while the rollout ran."""
+
+    outcome = Outcome.CANCELLED
+
+
 @dataclass(slots=True)
 class _Running:
-    """One rollout under way, and how many connections wait for it."""
+    """One rollout under way, how many connections wait for it, and when it is given up because none does."""
 
     task: "asyncio.Task[dict[str, Any]]"
     waiters: int = 0
+    expiry: asyncio.TimerHandle | None = None
 
 
 class PolarEnvironment:
     """Use as ``async with PolarEnvironment(config).opened() as environment``; then ``await environment.run(row)``."""
 
-    def __init__(self, config: PolarConfig) -> None:
+    def __init__(self, config: PolarConfig, repost_grace: float = REPOST_GRACE) -> None:
         self.config = config
+        self._repost_grace = repost_grace
         self._engine: Engine = make_engine(config)
         self._proxy = ProxyServer(self._engine, config.proxy)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._running: dict[str, _Running] = {}
+        self._group: asyncio.TaskGroup | None = None
         self._checked = False
         self._check_lock = asyncio.Lock()
-        self._tasks: dict[str, Task] = {}
+        self._refusal: tuple[float, PolarError] | None = None
+        self._tasks: dict[tuple[str, str], Task] = {}
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator["PolarEnvironment"]:
@@ -66,8 +78,9 @@ class PolarEnvironment:
             try:
                 yield self
             finally:
-                for running in self._running.values():
-                    running.task.cancel()
+                self._group = None
+                for key, running in tuple(self._running.items()):
+                    self._abandon(key, running)
 
     async def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """One dataset row -> one Gym result row that NeMo-RL accepts, whatever happens.
@@ -77,71 +90,93 @@ class PolarEnvironment:
                 ``harness`` (a name: groups of several harnesses in one run) and ``data`` (where its task is).
                 Gym's ``_ng_*`` indexes are honoured.
         """
+        if self._group is None:
+            return placeholder(row, ClosedError("the server is not open: it is starting or ending"), self.config)
         key = _key(row)
-        running = self._running.get(key) or self._start(key, row)
+        running = self._running.get(key) or self._start(key, row, self._group)
         running.waiters += 1
+        if running.expiry is not None:
+            running.expiry.cancel()
         try:
             result = await asyncio.shield(running.task)
         except asyncio.CancelledError:
             running.waiters -= 1
-            asyncio.get_running_loop().call_later(REPOST_GRACE, self._abandon, key, running)
+            if running.task.cancelled() and not _is_cancelled():
+                return placeholder(row, ClosedError("the server was closed while the rollout ran"), self.config)
+            if not running.waiters:
+                running.expiry = asyncio.get_running_loop().call_later(self._repost_grace, self._abandon, key, running)
             raise
-        self._running.pop(key, None)
+        self._forget(key, running)
         return result
 
-    def _start(self, key: str, row: Mapping[str, Any]) -> _Running:
-        running = self._running[key] = _Running(self._group.create_task(self._answer(row)))
+    def _start(self, key: str, row: Mapping[str, Any], group: asyncio.TaskGroup) -> _Running:
+        running = self._running[key] = _Running(group.create_task(self._answer(row)))
         return running
 
     def _abandon(self, key: str, running: _Running) -> None:
         """Nobody came back for this rollout: stop it, and forget its result."""
-        if running.waiters == 0 and self._running.get(key) is running:
+        self._forget(key, running)
+        running.task.cancel()
+        if running.expiry is not None:
+            running.expiry.cancel()
+
+    def _forget(self, key: str, running: _Running) -> None:
+        """A row posted after its answer was delivered is a new rollout."""
+        if self._running.get(key) is running:
             del self._running[key]
-            running.task.cancel()
 
     async def _answer(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Queue for a slot (free), run, and turn the result into a row."""
-        name = str(row.get("harness") or self.config.harness.name)
-        async with self._slots:
-            try:
+        """Queue for a slot (free), run, and turn the result into a row. Never raises but when it is cancelled."""
+        posted = time.monotonic()
+        try:
+            async with self._slots:
+                queued = time.monotonic() - posted
                 await self._check()
-                result = await rollout(await self._job(row, name), self._proxy, self.config)
-            except PolarError as error:
-                result = unstarted(_task_id(row), name, error)
-            except Exception as error:  # a bug of ours costs one masked row, not the batch
-                log.exception("rollout of %s with %s", _task_id(row), name)
-                result = unstarted(_task_id(row), name, SandboxError(f"{type(error).__name__}: {error}"))
-        return await asyncio.to_thread(
-            rows.row,
-            result,
-            _mapping(row, "responses_create_params"),
-            model=self.config.engine.model or "policy",
-            max_tokens=self.config.trajectory.max_tokens,
-        )
+                result = await rollout(await self._job(row), self._proxy, self.config)
+            result = replace(result, seconds={**result.seconds, "queue": queued})
+            return await asyncio.to_thread(_row, row, result, self.config)
+        except PolarError as error:
+            return placeholder(row, error, self.config)
+        except Exception as error:  # a bug of ours costs one masked row, not the batch
+            log.exception("the rollout of %s", _task_id(row))
+            return placeholder(row, SandboxError(f"{type(error).__name__}: {error}"), self.config)
 
     async def _check(self) -> None:
-        """Prove the engine before the first rollout, once. An engine that is not up yet is asked again next time."""
+        """Prove the engine before the first rollout, once. An engine that is not up yet is asked again by the next
+        row; rows that waited while it was asked share the answer, so a dead one costs them one timeout together."""
+        asked = time.monotonic()
         async with self._check_lock:
-            if not self._checked:
+            if self._checked:
+                return
+            if self._refusal is not None and self._refusal[0] >= asked:
+                raise self._refusal[1]
+            try:
                 facts = await self._engine.check()
-                log.info("engine %s: window %d, policy %s", facts.model, facts.max_model_len, facts.policy_version)
-                self._checked = True
+            except PolarError as error:
+                self._refusal = (time.monotonic(), error)
+                raise
+            log.info("engine %s: window %d, policy %s", facts.model, facts.max_model_len, facts.policy_version)
+            self._checked = True
 
     async def regrade(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Grade a finished row's patch (``polar.patch``, base64) again: its new reward and masks.
 
-        Raises ConfigError when the row names no known task or carries no patch.
+        Raises:
+            ConfigError: the row names no known task or carries no patch.
+            GradeError: the grader failed; the row's reward is as it was.
         """
         polar = _mapping(row, "polar")
         if not isinstance(polar.get("patch"), str):
             raise ConfigError("this row has no polar.patch: only rows written by polar_env can be graded again")
+        with boundary(ConfigError, "reading the row's polar.outcome and polar.patch"):
+            outcome, patch = Outcome(polar["outcome"]), base64.b64decode(polar["patch"], validate=True)
         prepared = await prepare(
             await self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
         )
-        patch = base64.b64decode(polar["patch"])
         verdict = await grade(prepared, patch, sandbox=self.config.sandbox, timeout=self.config.budget.grade)
-        complete = bool(polar.get("complete")) and bool(row.get("trainable_tokens"))
-        decision = decide(Outcome(polar.get("outcome", Outcome.COMPLETED)), verdict, complete, self.config.reward)
+        # A row that was masked holds a placeholder token: no verdict makes that fit to train on.
+        complete = bool(polar.get("complete")) and bool(row.get("trainable_tokens")) and not row.get("mask_sample")
+        decision = decide(outcome, verdict, complete, self.config.reward)
         return {
             "reward": decision.reward,
             "mask_sample": decision.masked,
@@ -149,26 +184,39 @@ class PolarEnvironment:
             "resolved": verdict.status is VerdictStatus.RESOLVED,
         }
 
-    async def _job(self, row: Mapping[str, Any], harness: str) -> RolloutJob:
-        ours = self.config.harness
-        other = {"name": harness, "version": "", "command": (), "extra_args": ()}
-        return RolloutJob(
-            task=await self._task(row),
-            harness=ours if harness == ours.name else ours.model_copy(update=other),
-            sampling=_sampling(_mapping(row, "responses_create_params"), self.config),
-            index=int(row.get("_ng_rollout_index") or 0),
-        )
+    async def _job(self, row: Mapping[str, Any]) -> RolloutJob:
+        with boundary(ConfigError, "reading the dataset row"):
+            index = int(row.get("_ng_rollout_index") or 0)
+            sampling = _sampling(_mapping(row, "responses_create_params"), self.config)
+        harness = harness_named(self.config.harness, _harness(row, self.config))
+        return RolloutJob(await self._task(row), harness, sampling, index)
 
     async def _task(self, row: Mapping[str, Any]) -> Task:
         """The row's own ``instance``, else the task of that id in the row's or the configured data."""
         if instance := _mapping(row, "instance"):
             return task_rows.task_of(instance)
-        task_id = _task_id(row)
-        data = str(row.get("data") or self.config.data)
-        if task_id not in self._tasks:
+        task_id, data = _task_id(row), str(row.get("data") or self.config.data)
+        if not task_id:
+            raise ConfigError("the row has no task_id (and no instance): write rows with `polar dataset`")
+        if (data, task_id) not in self._tasks:
             found = await asyncio.to_thread(task_rows.load, data, [task_id])
-            self._tasks.update({task.task_id: task for task in found})
-        return self._tasks[task_id]
+            self._tasks.update({(data, task.task_id): task for task in found})
+        return self._tasks[data, task_id]
+
+
+def placeholder(row: Mapping[str, Any], error: PolarError, config: PolarConfig) -> dict[str, Any]:
+    """The answer to a row whose rollout could not begin or was lost: valid, masked, with its reason."""
+    result = unstarted(_task_id(row), _harness(row, config), error)
+    try:
+        return _row(row, result, config)
+    except ContractError:  # the row's own parameters cannot be echoed
+        return _row({}, result, config)
+
+
+def _row(row: Mapping[str, Any], result: RolloutResult, config: PolarConfig) -> dict[str, Any]:
+    params = _mapping(row, "responses_create_params")
+    model = config.engine.model or "policy"
+    return rows.row(result, params, model=model, max_tokens=config.trajectory.max_tokens)
 
 
 def unstarted(task_id: str, harness: str, error: PolarError) -> RolloutResult:
@@ -189,14 +237,25 @@ def unstarted(task_id: str, harness: str, error: PolarError) -> RolloutResult:
     )
 
 
+def _is_cancelled() -> bool:
+    """Whether it is the caller who was cancelled, not what it waits for."""
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
+
+
 def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A nested object of a row; absent and null are empty."""
-    return cast("Mapping[str, Any]", row.get(key) or {})
+    """A nested object of a row; anything else is empty."""
+    value = row.get(key)
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _task_id(row: Mapping[str, Any]) -> str:
     inside = _mapping(row, "instance").get("instance_id")
     return str(row.get("task_id") or row.get("instance_id") or inside or "")
+
+
+def _harness(row: Mapping[str, Any], config: PolarConfig) -> str:
+    return str(row.get("harness") or config.harness.name)
 
 
 def _key(row: Mapping[str, Any]) -> str:
@@ -207,13 +266,10 @@ def _key(row: Mapping[str, Any]) -> str:
 def _sampling(params: Mapping[str, Any], config: PolarConfig) -> Sampling:
     """NeMo-RL puts the policy's sampling on the row (_prepare_nemo_gym_rows): it wins over our configuration."""
     proxy = config.proxy
+    temperature, top_p, limit = (params.get(name) for name in ("temperature", "top_p", "max_output_tokens"))
     return Sampling(
-        temperature=_first(params.get("temperature"), proxy.temperature),
-        top_p=_first(params.get("top_p"), proxy.top_p),
+        temperature=proxy.temperature if temperature is None else float(temperature),
+        top_p=proxy.top_p if top_p is None else float(top_p),
         top_k=proxy.top_k,
-        max_tokens=_first(params.get("max_output_tokens"), proxy.max_output_tokens),
+        max_tokens=proxy.max_output_tokens if limit is None else int(limit),
     )
-
-
-def _first(asked: Any, default: Any) -> Any:
-    return default if asked is None else asked

@@ -4,6 +4,8 @@ NeMo-RL: ``RunHelper().start(GlobalConfigDictParserConfig(...))`` in a process t
 ``RolloutCollectionHelper().run_examples(rows)`` (NeMo-RL, environments/nemo_gym.py). We do the same, from our venv.
 """
 
+import contextlib
+import random
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from nemo_gym.server_utils import BaseServerConfig
 from omegaconf import DictConfig
 
 from polar_env.config import environment, export
-from polar_env.errors import SandboxError
+from polar_env.errors import SandboxError, boundary
 from polar_env.gym import ROOT
 
 SERVERS = (
@@ -53,10 +55,17 @@ def link_venvs(directory: Path, servers: Sequence[str] = SERVERS) -> Path:
     return directory
 
 
+HEAD_PORTS = range(4000, 5000)
+"""Where Gym's head server listens: it takes a number, not a socket, so the number must be one that neither Gym's
+servers (5000-5999), Ray's workers (10002-19999) nor outgoing connections (32768 up) can take in between."""
+
+
 def free_port() -> int:
-    """A loopback port nobody listens on right now (Gym's head server takes a number, not a socket)."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A loopback port of HEAD_PORTS that nobody listens on. Raises SandboxError when there is none."""
+    for port in random.sample(HEAD_PORTS, len(HEAD_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise SandboxError(f"no free port in {HEAD_PORTS.start}-{HEAD_PORTS.stop - 1} for NeMo Gym's head server")
 
 
 def start_ray(tries: int = 3) -> None:
@@ -107,9 +116,10 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
     helper = RunHelper()
     start_ray()
     try:
-        helper.start(
-            GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
-        )
+        with boundary(SandboxError, "starting NeMo Gym"):
+            helper.start(
+                GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
+            )
         try:
             yield head
         finally:

@@ -5,10 +5,11 @@
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseVerifyRequest,
@@ -19,8 +20,8 @@ from nemo_gym.base_resources_server import (
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field
 
-from polar_env.config import PolarConfig, load
-from polar_env.errors import ConfigError
+from polar_env.config import PolarConfig, StoreConfig, environment, load
+from polar_env.errors import ConfigError, PolarError
 from polar_env.gym.environment import PolarEnvironment
 
 
@@ -55,43 +56,68 @@ class PolarResourcesServer(SimpleResourcesServer):
     def setup_webserver(self) -> FastAPI:
         """The Gym routes plus /rollout; the environment lives as long as the application."""
         app = super().setup_webserver()
-        environment = PolarEnvironment(_settings(self.config.polar, self.server_client.global_config_dict))
+        polar = PolarEnvironment(settings(self.config.polar, self.server_client.global_config_dict))
         outer = app.router.lifespan_context
 
         @asynccontextmanager
         async def lifespan(application: FastAPI) -> AsyncGenerator[Any]:
-            async with environment.opened(), outer(application) as state:
+            async with polar.opened(), outer(application) as state:
                 yield state
 
         async def run(request: Request) -> Response:
-            row = orjson.loads(await request.body())
-            return Response(orjson.dumps(await environment.run(row)), media_type="application/json")
+            answer = await polar.run(_object(await request.body()))
+            return Response(orjson.dumps(answer), media_type="application/json")
 
         app.router.lifespan_context = lifespan
         app.post("/rollout")(run)
-        self._environment = environment
+        self._environment = polar
         return app
 
     async def verify(self, body: PolarVerifyRequest) -> PolarVerifyResponse:
-        """Grade the row's patch again in a fresh sandbox; nothing else of the row is trusted."""
+        """Grade the row's patch again in a fresh sandbox. 422: it is no row of ours; 503: the grader failed."""
         row = body.model_dump()
-        return PolarVerifyResponse.model_validate({**row, **await self._environment.regrade(row)})
+        try:
+            graded = await self._environment.regrade(row)
+        except PolarError as error:
+            raise HTTPException(422 if isinstance(error, ConfigError) else 503, str(error)) from error
+        return PolarVerifyResponse.model_validate({**row, **graded})
 
 
-def _settings(polar: Mapping[str, Any], gym: Mapping[str, Any]) -> PolarConfig:
+def _object(body: bytes) -> dict[str, Any]:
+    """A posted row. Raises HTTPException 400."""
+    try:
+        row: Any = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise HTTPException(400, f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise HTTPException(400, "a dataset row is a JSON object")
+    return cast("dict[str, Any]", row)
+
+
+def settings(polar: Mapping[str, Any], gym: Mapping[str, Any]) -> PolarConfig:
     """conf/ groups from the server's block; an engine without URLs takes Gym's ``policy_base_url``.
 
-    NeMo-RL sets ``policy_base_url`` to a list, one URL per data-parallel rank; Gym alone to one string.
+    NeMo-RL sets ``policy_base_url`` to a list, one URL per data-parallel rank; Gym alone to one string. Raises
+    ConfigError: an unknown key, or no engine at all.
     """
-    settings = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(dict(polar)), resolve=True))
-    engine = dict(settings.get("engine") or {})
+    groups = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(dict(polar)), resolve=True))
+    engine = dict(groups.get("engine") or {})
     if engine.get("kind", "vllm") != "scripted" and not engine.get("base_urls"):
         engine["base_urls"] = _urls(gym.get("policy_base_url"))
         engine["model"] = engine.get("model") or str(gym.get("policy_model_name") or "")
-        engine["api_key"] = str(gym.get("policy_api_key") or "EMPTY")
+        engine["api_key"] = engine.get("api_key") or str(gym.get("policy_api_key") or "EMPTY")
         if not engine["base_urls"]:
             raise ConfigError("polar has no engine: set policy_base_url (--model-url) or polar.engine.base_urls")
-    return load({**settings, "engine": engine})
+    return load({**groups, "engine": engine, "store": _store(groups.get("store") or {})})
+
+
+def _store(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where things are kept. Gym starts a server in its own folder, inside the installed package: nothing may be
+    written there, so session logs whose place is relative go under the cache."""
+    defaults = StoreConfig()
+    cache = Path(given.get("cache") or environment("POLAR_CACHE") or defaults.cache).expanduser()
+    sessions = Path(given.get("sessions") or defaults.sessions).expanduser()
+    return {**given, "cache": str(cache), "sessions": str(cache / sessions)}
 
 
 def _urls(value: object) -> list[str]:
