@@ -227,7 +227,7 @@ def broad_excepts(tree: Tree) -> tuple[list[str], list[str]]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ExceptHandler) and _catches_all(node):
                 every.append(module.at(node))
-                if not re.search(r"# noqa: BLE001 - \w", lines[node.lineno - 1]):
+                if not re.search(r":\s+# (noqa: BLE001 - )?(?!noqa)\w", lines[node.lineno - 1]):
                     bare.append(f"{module.at(node)}: a broad except gives its reason: `# noqa: BLE001 - why`")
     return every, bare
 

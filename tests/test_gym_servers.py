@@ -1,0 +1,314 @@
+"""The Gym faces of polar on real sockets: what the agent answers whatever its upstream does, and the two routes."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from nemo_gym import server_utils
+from nemo_gym.base_resources_server import ReverifyMode
+from nemo_gym.config_types import ResourcesServerRef
+from nemo_gym.server_utils import BaseServerConfig, GlobalAIOHTTPAsyncClientConfig, ServerClient, SimpleServer
+from omegaconf import DictConfig
+
+from engine_helpers import VllmServer
+from gym_helpers import Gated, Stage, configured, masked, row
+from polar_env.errors import ConfigError
+from polar_env.gym import environment as environment_module
+from polar_env.gym.agent import PolarAgent, PolarAgentConfig
+from polar_env.gym.environment_server import PolarEnvironmentServer
+from polar_env.gym.resources_server import PolarResourcesServer, PolarResourcesServerConfig, settings
+
+# --- servers ----------------------------------------------------------------------------------------------------
+
+
+class Announced(uvicorn.Server):
+    """uvicorn that says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncGenerator[int]:
+    """The application on a port of its own, as uvicorn serves it for Gym."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = Announced(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[sock]))
+        await server.up.wait()
+        try:
+            yield sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+    sock.close()
+
+
+def built(server: SimpleServer) -> FastAPI:
+    """The application with the middleware Gym's run_webserver puts around it."""
+    app = server.setup_webserver()
+    server.setup_exception_middleware(app)
+    server.setup_cancellation_middleware(app)
+    return app
+
+
+def client(port: int = 1, **gym: Any) -> ServerClient:
+    """A server's client to the others: ``polar_resources_server`` is at ``port``."""
+    block = {"resources_servers": {"polar": {"host": "127.0.0.1", "port": port, "entrypoint": "app.py"}}}
+    return ServerClient(
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=1),
+        global_config_dict=DictConfig({"polar_resources_server": block, **gym}),
+    )
+
+
+def agent(port: int, **fields: Any) -> PolarAgent:
+    config = PolarAgentConfig(
+        host="127.0.0.1",
+        port=1,
+        entrypoint="app.py",
+        name="polar_agent",
+        resources_server=ResourcesServerRef(type="resources_servers", name="polar_resources_server"),
+        **fields,
+    )
+    return PolarAgent(config=config, server_client=client(port))
+
+
+def resources(polar: dict[str, Any], **gym: Any) -> PolarResourcesServer:
+    config = PolarResourcesServerConfig(
+        host="127.0.0.1", port=1, entrypoint="app.py", name="polar_resources_server", domain="coding", polar=polar
+    )
+    return PolarResourcesServer(config=config, server_client=client(**gym))
+
+
+@pytest.fixture(autouse=True)
+async def gym_client(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[None]:
+    """Gym's servers share one HTTP client of the process; here, of the test."""
+    monkeypatch.setattr(server_utils, "_GLOBAL_AIOHTTP_CLIENT", None)
+    session = server_utils.set_global_aiohttp_client(GlobalAIOHTTPAsyncClientConfig())
+    yield
+    await session.close()
+
+
+@pytest.fixture
+async def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(Gated, "stage", Stage(), raising=False)
+    return Gated.stage
+
+
+async def post(port: int, path: str, body: Any) -> tuple[int, bytes]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://127.0.0.1:{port}{path}", data=data, headers={"Content-Type": "application/json"}) as got,
+    ):
+        return got.status, await got.read()
+
+
+Upstream = Callable[[Request], Awaitable[Response]]
+
+
+async def ask_agent(upstream: Upstream, **fields: Any) -> dict[str, Any]:
+    """A row posted to an agent whose resources server is ``upstream``; the agent answers 200 whatever that does."""
+    app = FastAPI()
+    app.post("/rollout")(upstream)
+    async with serving(app) as port, serving(built(agent(port, **fields))) as ours:
+        status, content = await post(ours, "/run", row(2, harness="codex"))
+    assert status == 200
+    return json.loads(content)
+
+
+# --- the agent --------------------------------------------------------------------------------------------------
+
+
+async def test_the_agent_passes_the_row_on_whole_and_the_answer_back_unchanged():
+    answer = b'{"reward": 1.0,   "response": {"output": []}, "mask_sample": false, "more": [1, 2]}'
+    seen: list[dict[str, Any]] = []
+
+    async def upstream(request: Request) -> Response:
+        seen.append(await request.json())
+        return Response(answer, media_type="application/json")
+
+    app = FastAPI()
+    app.post("/rollout")(upstream)
+    async with serving(app) as port, serving(built(agent(port))) as ours:
+        assert await post(ours, "/run", row(2, anything={"deep": [1]})) == (200, answer)
+    assert seen == [row(2, anything={"deep": [1]})]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (500, b"boom", "answered 500: boom"),
+        (422, b'{"detail": "bad"}', "answered 422"),
+        (200, b"<html>a gateway</html>", "a gateway"),
+        (200, b"", "answered 200"),
+        (200, b'{"reward": 1.0', "answered 200"),
+        (200, b"[1, 2]", "answered 200"),
+        (200, b'{"detail": "something else"}', "something else"),
+    ],
+)
+async def test_an_upstream_that_answers_no_row_costs_one_masked_row(status: int, content: bytes, words: str):
+    async def upstream(request: Request) -> Response:
+        return Response(content, status_code=status)
+
+    answer = await ask_agent(upstream)
+    assert words in masked(answer)
+    assert (answer["polar"]["task_id"], answer["polar"]["harness"]) == (row()["task_id"], "codex")
+    assert answer["responses_create_params"]["input"] == row()["responses_create_params"]["input"]
+
+
+async def test_an_upstream_that_breaks_off_in_the_middle_of_an_answer_costs_one_masked_row():
+    async def upstream(request: Request) -> Response:
+        return Response(b'{"reward": 1.0, "response"', headers={"Content-Length": "1000"})
+
+    masked(await ask_agent(upstream))
+
+
+async def test_an_upstream_that_never_answers_is_given_up_at_the_hard_timeout():
+    dropped = asyncio.Event()
+
+    async def upstream(request: Request) -> Response:
+        await request.body()
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        dropped.set()
+        return Response()
+
+    reason = masked(await ask_agent(upstream, hard_timeout=0.3))
+    assert "longer than hard_timeout, 0.3 s" in reason
+    assert dropped.is_set()
+
+
+async def test_a_rollout_the_agent_gave_up_is_cancelled_after_the_grace(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No call may reach the policy long after the row was answered (rule 12)."""
+    monkeypatch.setattr(environment_module.PolarEnvironment.__init__, "__defaults__", (0.05,))
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(VllmServer().run())
+        server = resources(configured(tmp_path, engine.url).model_dump(mode="json"))
+        port = await stack.enter_async_context(serving(built(server)))
+        ours = await stack.enter_async_context(serving(built(agent(port, hard_timeout=2.0))))
+        status, content = await post(ours, "/run", row())
+        await asyncio.wait_for(stage.cancelled.wait(), 10)
+    assert (status, stage.begun) == (200, 1)
+    assert "hard_timeout" in masked(json.loads(content))
+
+
+async def test_the_agent_has_no_single_turn():
+    async with serving(built(agent(1))) as ours:
+        status, content = await post(ours, "/v1/responses", {"input": "hello"})
+    assert status == 500
+    assert b"call /run" in content
+
+
+async def test_metrics_are_the_resources_server_s(tmp_path: Path):
+    server = resources(configured(tmp_path, "http://127.0.0.1:9").model_dump(mode="json"))
+    responses = [{"reward": float(i), "_ng_task_index": 0, "_ng_rollout_index": i} for i in range(2)]
+    async with serving(built(server)) as port, serving(built(agent(port))) as ours:
+        status, content = await post(ours, "/aggregate_metrics", {"verify_responses": responses})
+    assert status == 200
+    assert json.loads(content)["key_metrics"]["mean/reward"] == 0.5
+
+
+def test_no_server_of_ours_joins_ray():
+    """Gym calls initialize_ray in every server that does not say this, and a rollout needs no Ray."""
+    assert [kind.ray_enabled for kind in (PolarAgent, PolarResourcesServer, PolarEnvironmentServer)] == [False] * 3
+
+
+# --- the resources server ---------------------------------------------------------------------------------------
+
+
+async def test_a_row_goes_through_both_servers_and_comes_back_valid(stage: Stage, tmp_path: Path):
+    stage.gate.set()
+    async with VllmServer().run() as engine:
+        server = resources(configured(tmp_path, engine.url).model_dump(mode="json"))
+        async with serving(built(server)) as port, serving(built(agent(port))) as ours:
+            status, content = await post(ours, "/run", row(3))
+    answer = json.loads(content)
+    assert status == 200
+    assert "no CLI" in masked(answer)
+    assert answer["polar"]["session_id"].startswith("polar-env__expiry-2.3.")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b""])
+async def test_what_is_no_json_object_is_refused(tmp_path: Path, body: bytes):
+    server = resources(configured(tmp_path, "http://127.0.0.1:9").model_dump(mode="json"))
+    async with serving(built(server)) as port:
+        assert (await post(port, "/rollout", body))[0] == 400
+
+
+async def test_a_row_that_is_not_ours_is_not_verified(tmp_path: Path):
+    server = resources(configured(tmp_path, "http://127.0.0.1:9").model_dump(mode="json"))
+    body = row() | {"response": empty_response()}
+    async with serving(built(server)) as port:
+        status, content = await post(port, "/verify", body)
+    assert status == 422
+    assert b"no polar.patch" in content
+    assert server.config.REVERIFY_MODE is ReverifyMode.STATELESS
+
+
+def empty_response() -> dict[str, Any]:
+    fixed = {"id": "r", "object": "response", "created_at": 0.0, "model": "m", "output": []}
+    return fixed | {"tool_choice": "auto", "tools": [], "parallel_tool_calls": True}
+
+
+# --- its configuration ------------------------------------------------------------------------------------------
+
+POLICY = {"policy_model_name": "qwen", "policy_api_key": "key"}
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("http://a/v1", ("http://a/v1",)),
+        (["http://a/v1", "http://b/v1"], ("http://a/v1", "http://b/v1")),
+    ],
+)
+def test_the_engine_is_gym_s_policy(given: Any, urls: tuple[str, ...]):
+    config = settings({}, DictConfig({"policy_base_url": given, **POLICY}))
+    assert (config.engine.base_urls, config.engine.model, config.engine.api_key) == (urls, "qwen", "key")
+
+
+def test_an_engine_of_its_own_wins_over_gym_s_policy():
+    polar = DictConfig({"engine": {"base_urls": ["http://mine/v1"], "api_key": "own"}})
+    config = settings(polar, DictConfig({"policy_base_url": "http://a/v1", **POLICY}))
+    assert (config.engine.base_urls, config.engine.model, config.engine.api_key) == (("http://mine/v1",), "", "own")
+
+
+@pytest.mark.parametrize("given", [None, "", []])
+def test_no_engine_at_all_is_refused_when_the_server_starts(given: Any):
+    with pytest.raises(ConfigError, match="policy_base_url"):
+        settings({}, {"policy_base_url": given})
+
+
+def test_the_scripted_engine_needs_no_policy():
+    assert settings({"engine": {"kind": "scripted"}}, {}).engine.kind == "scripted"
+
+
+def test_an_unknown_key_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'concurrency'"):
+        settings({"engine": {"kind": "scripted"}, "concurency": 3}, {})
+
+
+def test_nothing_is_written_into_the_folder_gym_starts_the_server_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLAR_CACHE", str(tmp_path))
+    scripted = {"engine": {"kind": "scripted"}}
+    assert settings(scripted, {}).store.cache == tmp_path
+    assert settings(scripted, {}).store.sessions == tmp_path / "out" / "sessions"
+    given = settings(scripted | {"store": {"cache": "/cache", "sessions": "/logs"}}, {}).store
+    assert (given.cache, given.sessions) == (Path("/cache"), Path("/logs"))
+    monkeypatch.delenv("POLAR_CACHE")
+    assert settings(scripted, {}).store.cache.is_absolute()
