@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from nemo_gym.sandbox.providers.registry import _PROVIDER_REGISTRY
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import SandboxError
-from polar_env.sandbox import Box, cgroups, seccomp, trees
+from polar_env.sandbox import Box, cgroups, process, seccomp, trees
 from polar_env.sandbox.bubblewrap import BubblewrapCreateError, BubblewrapProvider, bwrap_path
 from polar_env.sandbox.sandbox import Foreign, docker_pid, open_sandbox
 from sandbox_helpers import PlainProvider, box_of, config, host_processes, until_gone, until_running
@@ -95,10 +96,35 @@ async def test_a_missing_working_directory_is_named(repo: Path) -> None:
     assert (result.code, result.stderr) == (127, b"/nowhere: No such file or directory\n")
 
 
-async def test_output_beyond_the_limit_is_drained_and_dropped(repo: Path) -> None:
+async def test_output_beyond_the_limit_loses_its_middle_because_the_ending_matters(repo: Path) -> None:
     async with open_sandbox(box_of(repo), config()) as sandbox:
-        result = await sandbox.exec(sh("yes | head -c 30000000; echo end >&2; exit 4"), timeout=60, output_limit=1000)
-    assert (result.code, len(result.stdout), result.stderr) == (4, 1000, b"end\n")
+        long = "echo begin; yes | head -c 30000000; echo result; echo end >&2; exit 4"
+        result = await sandbox.exec(sh(long), timeout=60, output_limit=1000)
+    head, _, tail = result.stdout.partition(b"\n[polar: 29999013 bytes left out]\n")
+    assert (result.code, len(head), len(tail), result.stderr) == (4, 500, 500, b"end\n")
+    assert head.startswith(b"begin\ny\n")
+    assert tail.endswith(b"y\nresult\n")
+
+
+def test_commands_run_side_by_side_on_uvloop_as_in_nemo_gym_s_servers(repo: Path) -> None:
+    uvloop = pytest.importorskip("uvloop", reason="comes with nemo-gym")
+
+    async def commands() -> list[bytes]:
+        async with open_sandbox(box_of(repo), config()) as sandbox:
+            async with asyncio.TaskGroup() as group:
+                runs = [group.create_task(sandbox.exec(sh(f"echo {i}"), timeout=60)) for i in range(20)]
+            return [run.result().stdout for run in runs]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(commands()) == [b"%d\n" % i for i in range(20)]
+
+
+def test_no_pipe_is_given_to_connect_read_pipe() -> None:
+    """uvloop closes such a pipe twice (libuv, then the file object): the second close hits a descriptor that a thread
+    has opened in between, and some later registration fails with "File exists"."""
+    sources = Path(process.__file__).parent.parent.rglob("*.py")
+    calls = [str(path) for path in sources if re.search(r"\.connect_(read|write)_pipe\(", path.read_text())]
+    assert calls == []
 
 
 async def test_a_background_child_that_holds_the_output_does_not_hold_us(repo: Path) -> None:

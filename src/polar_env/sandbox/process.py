@@ -1,7 +1,7 @@
 """Run the ``enter`` helper: bytes in, capped bytes out, the exit told over a pipe of its own.
 
-Output is drained for as long as the command runs and only the first ``output_limit`` bytes of each stream are kept: a
-harness that prints a gigabyte neither fills our memory nor blocks.
+Output is drained for as long as the command runs and at most ``output_limit`` bytes of each stream are kept, its
+beginning and its end: a harness that prints a gigabyte neither fills our memory nor blocks.
 """
 
 import asyncio
@@ -10,8 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +23,57 @@ DRAIN_GRACE = 0.5
 """Seconds that output still counts after the command ended: a background child may hold the pipe for ever."""
 
 
-class _Capped(asyncio.Protocol):
-    """Keeps the first ``limit`` bytes of a pipe and throws the rest away."""
+class _Drain:
+    """A pipe read as it fills: of more than ``limit`` bytes the middle is left out, since the ending matters most.
+
+    Read with ``add_reader`` and closed by us: a pipe given to ``connect_read_pipe`` is closed twice by uvloop (once by
+    libuv, once through its file object), and the second close hits whatever a thread has opened in between.
+    """
 
     def __init__(self, limit: int) -> None:
-        self.kept = bytearray()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._reader, self.writer = os.pipe()
+        self._head, self._tail, self._half, self._seen = bytearray(), bytearray(), limit // 2, 0
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        os.set_blocking(self._reader, False)
+        self._loop.add_reader(self._reader, self._readable)
 
-    def data_received(self, data: bytes) -> None:
-        self.kept += data[: max(0, self._limit - len(self.kept))]
+    def _readable(self) -> None:
+        with suppress(BlockingIOError):
+            data = os.read(self._reader, 65536)
+            if data:
+                self._keep(data)
+            else:
+                self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _keep(self, data: bytes) -> None:
+        self._seen += len(data)
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 2 * self._half:
+            del self._tail[: -self._half]
+
+    @property
+    def kept(self) -> bytes:
+        """What was read; a cut says how much is missing."""
+        tail = self._tail[-self._half :]
+        missing = self._seen - len(self._head) - len(tail)
+        cut = f"\n[polar: {missing} bytes left out]\n".encode() if missing else b""
+        return bytes(self._head) + cut + bytes(tail)
+
+    def close(self) -> None:
+        """Stop reading. Idempotent; also called at the end of the pipe."""
         if not self.ended.done():
+            self._loop.remove_reader(self._reader)
+            os.close(self._reader)
             self.ended.set_result(None)
 
 
-@dataclass(slots=True)
-class _Pipe:
-    writer: int
-    sink: _Capped
-    transport: asyncio.ReadTransport
-
-
-async def _pipe(stack: ExitStack, limit: int) -> _Pipe:
-    """A pipe whose read end is drained by the event loop; ``stack`` closes the read end."""
-    reader, writer = os.pipe()
-    transport, sink = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: _Capped(limit), os.fdopen(reader, "rb", buffering=0)
-    )
-    stack.callback(transport.close)
-    return _Pipe(writer, sink, transport)
+def _drain(stack: ExitStack, limit: int) -> _Drain:
+    drain = _Drain(limit)
+    stack.callback(drain.close)
+    return drain
 
 
 def memory_file(stack: ExitStack, name: str, data: bytes) -> int:
@@ -77,7 +96,7 @@ def helper_env() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": path} if path else {}
 
 
-async def _spawn(stack: ExitStack, spec: Mapping[str, Any], stdin: bytes | None, pipes: list[_Pipe]) -> Any:
+async def _spawn(stack: ExitStack, spec: Mapping[str, Any], stdin: bytes | None, pipes: list[_Drain]) -> Any:
     out, err, status = (pipe.writer for pipe in pipes)
     spec_fd = memory_file(stack, "spec", json.dumps(dict(spec)).encode())
     stdin_fd = memory_file(stack, "stdin", stdin) if stdin is not None else asyncio.subprocess.DEVNULL
@@ -122,8 +141,8 @@ async def run(
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        pipes = [await _pipe(stack, limit) for limit in (output_limit, output_limit, 65536)]
-        out, err, status = (pipe.sink for pipe in pipes)
+        pipes = [_drain(stack, limit) for limit in (output_limit, output_limit, 65536)]
+        out, err, status = pipes
         process = await _spawn(stack, spec, stdin, pipes)
         timed_out = False
         try:
@@ -138,5 +157,5 @@ async def run(
             if process.returncode is None:
                 process.kill()  # our own cancellation: the helper's death takes the command with it
         await asyncio.wait((out.ended, err.ended), timeout=DRAIN_GRACE)
-        code = None if timed_out else _answer(bytes(status.kept))
-        return ExecResult(code, bytes(out.kept), bytes(err.kept), timed_out, time.monotonic() - started)
+        code = None if timed_out else _answer(status.kept)
+        return ExecResult(code, out.kept, err.kept, timed_out, time.monotonic() - started)

@@ -43,7 +43,7 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run a command to its end. ``env`` is added to the box's; ``cwd`` defaults to its workdir; no ``stdin`` is an
         empty one. After ``timeout`` seconds its process tree is killed and what it printed comes back with ``code``
-        None. Each stream keeps its first ``output_limit`` bytes. A command that does not exist gives 127, death by
+        None. Each stream keeps at most ``output_limit`` bytes. A command that does not exist gives 127, death by
         signal n gives 128 + n.
         """
         ...
