@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shlex
 import subprocess
 from array import array
@@ -160,6 +161,19 @@ async def test_fix_applies_the_whole_gold_patch_through_the_shell_tool_on_offer(
     assert area(repo) == 12
     assert [reply.turn.stop for reply in replies] == [StopReason.TOOL_CALLS] * 3 + [StopReason.STOP]
     assert is_one_chain(replies)
+
+
+def test_a_patch_applies_from_below_the_top_in_words_that_no_guard_takes_for_a_substitution(repo):
+    """Gemini CLI 0.61.0 refuses ``$(`` and backticks outside quotes, and knows no heredocs (measured)."""
+    patch = "--- /dev/null\n+++ b/odd.md\n@@ -0,0 +1 @@\n+it's `x` $(y) <(z) \\n %s \"\n"
+    command = scripts.apply_command(patch)
+    assert "`" not in re.sub(r"'[^']*'", "", command)
+    assert "$(" not in re.sub(r"'[^']*'", "", command)
+    (repo / "deep" / "er").mkdir(parents=True)
+    for shell in ("sh", "bash"):
+        subprocess.run([shell, "-c", command], cwd=repo / "deep" / "er", check=True)
+        assert (repo / "odd.md").read_text() == "it's `x` $(y) <(z) \\n %s \"\n"
+        (repo / "odd.md").unlink()
 
 
 async def test_give_up_looks_and_edits_nothing(engine, repo):

@@ -6,7 +6,6 @@ conversation itself, so that a retried request gets the same answer and one engi
 Choose by name (``SCRIPTS``) or by dotted path ``package.module:callable`` for a policy of your own.
 """
 
-import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -196,10 +195,13 @@ def quote(path: str) -> str:
 
 
 def apply_command(patch: str) -> str:
-    """A shell command that applies ``patch`` from a heredoc at the top of the repository."""
+    """A shell command that applies ``patch`` at the top of the repository, which is where git runs an alias.
+
+    Without ``$(...)``, and with the patch in quotes rather than in a heredoc: Gemini CLI 0.61.0 refuses commands that
+    substitute, and takes any unquoted backtick for that (measured).
+    """
     text = patch if patch.endswith("\n") else patch + "\n"
-    end = f"END_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return f"cd \"$(git rev-parse --show-toplevel)\" && git apply --whitespace=nowarn - <<'{end}'\n{text}{end}"
+    return f"printf '%s' {quote(text)} | git -c alias.top='!git apply --whitespace=nowarn -' top"
 
 
 def _apply(scene: Scene, patch: str, closing: str) -> Turn:
