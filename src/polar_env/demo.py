@@ -64,14 +64,15 @@ def run(demo: Demo) -> int:
 
 
 def choose(demo: Demo) -> tuple[Task, ...]:
-    """The tasks to run: as asked, else the lightest real instance there is, else the first embedded task."""
+    """The tasks to run: as asked, else the lightest real instance there is, else the first of the data."""
     source = task_rows.resolve(demo.config.data)
     say(f"tasks: {source.detail}")
     if demo.tasks:
         return task_rows.load(demo.config.data, demo.tasks)
-    if source.kind == "embedded":
-        return task_rows.load(demo.config.data)[:1]
-    return task_rows.load(demo.config.data, LIGHT[:1])
+    every = {task.task_id: task for task in task_rows.load(demo.config.data)}
+    if not every:
+        raise ConfigError(f"no tasks: {source.detail}")
+    return (every[next((name for name in LIGHT if name in every), next(iter(every)))],)
 
 
 async def ready(demo: Demo, tasks: Sequence[Task]) -> None:

@@ -1,0 +1,210 @@
+"""The command line: what each subcommand prints, and how it refuses."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_helpers import Answer, VllmServer
+from polar_env.cli import main
+from polar_env.gym import ROOT
+from polar_env.tasks.rows import task_of
+from tasks_helpers import good_row, write_jsonl
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What polar says on standard error when it refuses: one sentence, exit code 2."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("polar: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def composed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["config", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# --- config and gym-root ----------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_printed_as_composed(capsys: pytest.CaptureFixture[str]):
+    config = composed(capsys, "proxy.max_calls=50", "harness=codex", "budget.agent=900")
+    assert (config["proxy"]["max_calls"], config["harness"]["name"], config["budget"]["agent"]) == (50, "codex", 900)
+    assert config["engine"]["kind"] == "vllm"
+
+
+def test_flags_are_shorthands_of_overrides(capsys: pytest.CaptureFixture[str]):
+    flags = composed(
+        capsys, "--engine", "scripted", "--data", "my rows, all.jsonl", "--model-url", "http://a/v1,http://b/v1"
+    )
+    assert flags["engine"]["kind"] == "scripted"
+    assert flags["data"] == "my rows, all.jsonl"
+    assert flags["engine"]["base_urls"] == ["http://a/v1", "http://b/v1"]
+
+
+def test_an_override_wins_over_the_flag(capsys: pytest.CaptureFixture[str]):
+    assert composed(capsys, "--engine", "scripted", "engine.kind=vllm")["engine"]["kind"] == "vllm"
+
+
+def test_the_cache_follows_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLAR_CACHE", "/node-local/polar cache")
+    assert composed(capsys)["store"]["cache"] == "/node-local/polar cache"
+
+
+def test_the_shell_harness_s_command_is_given_as_the_example_says(capsys: pytest.CaptureFixture[str]):
+    command = 'harness.command=[python,/path/in/the/sandbox/tiny_agent.py,"{instruction_file}"]'
+    config = composed(capsys, "harness=shell", command)
+    assert config["harness"]["command"] == ["python", "/path/in/the/sandbox/tiny_agent.py", "{instruction_file}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("proxy.max_cals=50", "did you mean 'max_calls'"),
+        ("harnes.name=codex", "did you mean 'harness'"),
+        ("proxy.max_calls=many", "proxy.max_calls"),
+        ("harness=codx", "codx"),
+    ],
+)
+def test_a_wrong_override_is_refused_in_words(capsys: pytest.CaptureFixture[str], override: str, words: str):
+    assert words in refused(capsys, "config", override)
+
+
+def test_the_root_for_gym_is_printed_and_holds_the_servers(capsys: pytest.CaptureFixture[str]):
+    assert main(["gym-root"]) == 0
+    printed = Path(capsys.readouterr().out.strip())
+    assert printed == ROOT
+    assert (printed / "resources_servers" / "polar" / "app.py").is_file()
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "sglang"], ["dataset"]])
+def test_what_is_no_command_is_refused_with_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: polar" in capsys.readouterr().err
+
+
+# --- dataset ----------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_dataset_has_a_line_per_task_and_harness(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = tmp_path / "train.jsonl"
+    assert main(["dataset", "--data", "embedded", "--harness", "codex,pi", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"6 rows in {out}\n"
+    rows = lines(out)
+    assert [row["harness"] for row in rows] == ["codex", "pi"] * 3
+    assert {row["data"] for row in rows} == {"embedded"}
+    assert len({row["task_id"] for row in rows}) == 3
+
+
+def test_a_dataset_names_its_data_so_that_a_server_elsewhere_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_jsonl(tmp_path / "rows.jsonl", good_row())
+    monkeypatch.chdir(tmp_path)
+    assert main(["dataset", "--data", "rows.jsonl", "--out", "out.jsonl"]) == 0
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert row["data"] == str(tmp_path / "rows.jsonl")
+
+
+def test_a_dataset_may_carry_its_tasks(tmp_path: Path):
+    source, out = write_jsonl(tmp_path / "rows.jsonl", good_row(), good_row(instance_id="b__b-2")), tmp_path / "o.jsonl"
+    assert main(["dataset", "--data", str(source), "--task", "b__b-2", "--embed", "--out", str(out)]) == 0
+    (row,) = lines(out)
+    assert task_of(row["instance"]).task_id == row["task_id"] == "b__b-2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "/nowhere/rows.parquet"], "no rows at /nowhere/rows.parquet"),
+        (["--data", "embedded", "--task", "polar-env__expiry-3"], "polar-env__expiry-2"),
+        (["--data", "embedded", "--harness", "claude"], "unknown harness 'claude'; known: claude_code"),
+        (["--data", "embedded", "--harness", "no_such:Thing"], "cannot be imported"),
+    ],
+)
+def test_a_dataset_that_cannot_be_is_refused_and_not_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
+):
+    assert words in refused(capsys, "dataset", *arguments, "--out", str(tmp_path / "o.jsonl"))
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+# --- check ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_gives_ids_and_log_probs_passes_the_check(capsys: pytest.CaptureFixture[str]):
+    async with VllmServer(window=4096).run() as engine:
+        assert await asyncio.to_thread(main, ["check", "--model-url", engine.url]) == 0
+    printed = capsys.readouterr().out
+    assert "model tiny: window 4096 tokens" in printed
+    assert "ids and log-probs are the model's" in printed
+    assert "\n- log-probs are" in printed
+
+
+async def test_an_engine_that_gives_none_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]):
+    async with VllmServer(answer=Answer(with_ids=False)).run() as engine:
+        words = await asyncio.to_thread(refused, capsys, "check", "--model-url", engine.url)
+    assert "return_token_ids" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "engine.base_urls is empty"), (["--model-url", "http://127.0.0.1:9"], "127.0.0.1:9")]
+)
+def test_an_engine_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str):
+    assert words in refused(capsys, "check", *arguments)
+
+
+async def test_interrupting_ends_quietly_with_the_shell_s_code():
+    code = "import sys; from polar_env.cli import main; sys.exit(main())"
+    async with VllmServer(fault="hang").run() as engine:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, "check", "--model-url", engine.url, stderr=asyncio.subprocess.PIPE
+        )
+        await engine.started.wait()
+        os.kill(process.pid, signal.SIGINT)
+        _, printed = await process.communicate()
+    assert (process.returncode, printed) == (130, b"")
+
+
+# --- rollout and demo -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--harness", "claude,codex"], "one harness on one task"),
+        (["--task", "a,b"], "one harness on one task"),
+        (["--harness", "shel"], "unknown harness 'shel'"),
+        (["--data", "/nowhere"], "no rows at /nowhere"),
+        (["--data", "embedded"], "engine.base_urls is empty"),
+        (["--data", "embedded", "--task", "nobody"], "no task 'nobody'"),
+        (["proxi.max_calls=3"], "did you mean 'proxy'"),
+    ],
+)
+def test_a_rollout_that_cannot_begin_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str):
+    assert words in refused(capsys, "rollout", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--harness", "claude_code,pie"], "unknown harness 'pie'"),
+        (["--rollouts", "0"], "at least one rollout"),
+        (["engine.scrips=[fix]"], "did you mean 'scripts'"),
+    ],
+)
+def test_a_demo_that_cannot_begin_is_refused_before_anything_is_installed(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+):
+    assert words in refused(capsys, "demo", "--data", "embedded", *arguments)
