@@ -1,0 +1,180 @@
+"""The demo without Gym: which tasks it takes, what it posts, and what it makes of the answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_env import demo
+from polar_env.config import compose, load
+from polar_env.demo import Demo
+from polar_env.errors import ConfigError
+from polar_env.gym import rows
+from polar_env.gym.resources_server import settings as served
+from polar_env.types import Outcome, VerdictStatus
+from tasks_helpers import good_row, write_jsonl
+from trajectory_helpers import Conversation, ledger, rollout
+
+SCRIPTED = {"engine": {"kind": "scripted"}, "data": "embedded"}
+
+
+def made(**fields: Any) -> Demo:
+    return Demo(config=load(SCRIPTED), harnesses=("pi",), **fields)
+
+
+def posted(index: int, harness: str = "pi", group: int = 0) -> dict[str, Any]:
+    return {"task_id": "t", "harness": harness, "_ng_task_index": group, "_ng_rollout_index": index}
+
+
+def answered(solved: bool = True, first: int = 1, **outcome: Any) -> dict[str, Any]:
+    """A result row; rollouts of one group share their first prompt."""
+    talk = Conversation()
+    talk.turn([first, 2], [3, 4])
+    status = VerdictStatus.RESOLVED if solved else VerdictStatus.UNRESOLVED
+    result = rollout(ledger(*talk.records), status=status, **outcome)
+    return rows.row(result, {"input": "x"}, model="policy", max_tokens=None)
+
+
+GROUP = [(posted(index), answered(solved=index < 2)) for index in range(4)]
+"""A group as the default scripts must end: fix, fix, give up, half."""
+
+
+# --- what is run ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_embedded_task_stands_in_where_there_are_no_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("POLAR_SWEBENCH_DATA", raising=False)
+    chosen = demo.choose(Demo(config=load(SCRIPTED | {"data": ""})))
+    assert [task.source["kind"] for task in chosen] == ["embedded"]
+    assert "no data was given" in capsys.readouterr().out  # the reader is told
+
+
+def test_of_real_rows_the_lightest_is_taken(tmp_path: Path):
+    names = ("acme__gadget-1", demo.LIGHT[2], demo.LIGHT[1])
+    data = write_jsonl(tmp_path / "rows.jsonl", *(good_row(instance_id=name) for name in names))
+    chosen = demo.choose(Demo(config=load(SCRIPTED | {"data": str(data)})))
+    assert [task.task_id for task in chosen] == [demo.LIGHT[1]]
+
+
+def test_rows_of_one_s_own_are_taken_from_the_start(tmp_path: Path):
+    data = write_jsonl(tmp_path / "rows.jsonl", good_row(), good_row(instance_id="b__b-2"))
+    chosen = demo.choose(Demo(config=load(SCRIPTED | {"data": str(data)})))
+    assert [task.task_id for task in chosen] == ["acme__gadget-1"]
+
+
+def test_named_tasks_are_taken_as_named():
+    wanted = ("polar-env__spans-1", "polar-env__expiry-2")
+    assert tuple(task.task_id for task in demo.choose(made(tasks=wanted))) == wanted
+
+
+def test_data_without_a_task_is_refused(tmp_path: Path):
+    data = write_jsonl(tmp_path / "rows.jsonl", good_row(FAIL_TO_PASS="[]"))
+    with pytest.raises(ConfigError, match="no tasks"):
+        demo.choose(Demo(config=load(SCRIPTED | {"data": str(data)})))
+
+
+def test_a_group_has_one_row_per_rollout_alike_but_for_the_index():
+    (task,) = demo.choose(made())
+    posts = demo.group_rows(Demo(config=load(SCRIPTED), harnesses=("pi", "codex"), rollouts=3), 1, task)
+    assert [(row["harness"], row["_ng_task_index"], row["_ng_rollout_index"]) for row in posts] == [
+        ("pi", 2, 0),
+        ("pi", 2, 1),
+        ("pi", 2, 2),
+        ("codex", 3, 0),
+        ("codex", 3, 1),
+        ("codex", 3, 2),
+    ]
+    first, second = ({**row, "_ng_rollout_index": 0} for row in posts[:2])
+    assert first == second
+
+
+def test_servers_get_the_configuration_with_paths_that_hold_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_jsonl(tmp_path / "rows.jsonl", good_row())
+    monkeypatch.chdir(tmp_path)
+    config = compose(["engine=scripted", "data=rows.jsonl", "store.cache=cache", "proxy.max_calls=7"])
+    plain = demo.settings(config)
+    assert plain["data"] == str(tmp_path / "rows.jsonl")
+    assert plain["store"] == {"cache": str(tmp_path / "cache"), "sessions": str(tmp_path / "out" / "sessions")}
+    monkeypatch.chdir("/")
+    again = served(json.loads(json.dumps(plain)), {})
+    assert (again.proxy, again.engine) == (config.proxy, config.engine)
+
+
+async def test_everything_is_made_ready_in_sight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = load(
+        {
+            "engine": {"kind": "vllm", "base_urls": ["http://gpu:8000/v1"]},
+            "harness": {"name": "shell", "command": ["true"]},
+            "store": {"cache": str(tmp_path)},
+        }
+    )
+    await demo.ready(Demo(config=config, harnesses=("shell",)), ())
+    said = capsys.readouterr().out
+    assert "harness shell: installing" in said
+    assert "http://gpu:8000/v1: token ids and log-probabilities are the model's own" in said
+
+
+# --- what came of it --------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_ended_as_its_scripts_must_is_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert demo.report(made(out=tmp_path / "out"), GROUP) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == list(demo.COLUMNS)
+    assert printed.count("completed") == 4
+    assert "all valid for NeMo-RL and as expected" in printed
+    written = (tmp_path / "out" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reward"] for line in written] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_no_result_is_no_success(tmp_path: Path):
+    assert demo.report(made(out=tmp_path), []) == 1
+
+
+@pytest.mark.parametrize(
+    ("index", "answer", "words"),
+    [
+        (0, answered(solved=False), "script fix must get reward 1.0, got 0.0"),
+        (2, answered(solved=True), "script give_up must get reward 0.0, got 1.0"),
+        (3, answered(solved=False, outcome=Outcome.SANDBOX_ERROR), "masked=True"),
+        (1, answered() | {"reward": float("nan")}, "rule 2"),
+        (1, answered(first=9), "rule 8"),
+    ],
+    ids=["unsolved", "too good", "masked", "invalid", "split group"],
+)
+def test_a_wrong_row_fails_the_demo_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: int, answer: dict[str, Any], words: str
+):
+    results = [*GROUP]
+    results[index] = (posted(index), answer)
+    assert demo.report(made(out=tmp_path), results) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert any(words in line for line in wrong)
+
+
+def test_groups_of_different_harnesses_need_not_share_a_prompt(tmp_path: Path):
+    other = [(posted(index, "codex", group=1), answered(solved=index < 2, first=9)) for index in range(4)]
+    assert demo.report(made(out=tmp_path), [*GROUP, *other]) == 0
+
+
+def test_of_a_real_policy_no_reward_is_expected(tmp_path: Path):
+    config = load({"engine": {"kind": "vllm", "base_urls": ["http://gpu/v1"]}})
+    lost = [(posted(index), answered(solved=False)) for index in range(4)]
+    assert demo.report(Demo(config=config, out=tmp_path), lost) == 0
+    assert demo.report(made(out=tmp_path), lost) == 1
+
+
+def test_a_script_of_one_s_own_may_get_any_reward(tmp_path: Path):
+    own = Demo(config=load({"engine": {"kind": "scripted", "scripts": ["mine:policy"]}}), out=tmp_path)
+    assert demo.report(own, [(posted(0), answered(solved=True)), (posted(1), answered(solved=False))]) == 0
+
+
+def test_the_table_is_aligned_and_says_what_is_masked():
+    lines = [demo.line(posted(0), answered()), demo.line(posted(11), answered(outcome=Outcome.NO_CALLS))]
+    head, first, second = demo.table(lines).splitlines()
+    assert len({len(head), len(first), len(second)}) == 1
+    assert second[head.index("reward") :].startswith("0.0 masked")
+    assert first[head.index("seconds") :].strip() == "15.5"  # the agent's 12.5 and the grader's 3
