@@ -9,11 +9,11 @@ import pkgutil
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from polar_env import engine as engine_room
 from polar_env import harness as harness_room
@@ -27,9 +27,9 @@ from polar_env.harness import HOME, MODEL_PORT, Harness, Job, Launch, Mount
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.reward import decide
-from polar_env.sandbox import Box, Overlay
+from polar_env.sandbox import Box
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
-from polar_env.tasks import ENV_PREFIX, WORKDIR, Prepared, Task
+from polar_env.tasks import WORKDIR, Prepared, Task
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
 from polar_env.types import (
@@ -63,6 +63,7 @@ class _Ending:
     patch: bytes = b""
     prepared: Prepared | None = None
     sandbox: Sandbox | None = None
+    baseline: bytes | None = None
     error: PolarError | None = None
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -214,7 +215,7 @@ async def _live(
                 ending.exit = await _play(job, harness, session, sandbox, config)
         finally:
             with ending.phase("finalise"):
-                await asyncio.shield(_finalise(session, sandbox, config, ending))
+                await _to_the_end(_finalise(session, sandbox, config, ending))
 
 
 async def _start(
@@ -230,6 +231,10 @@ async def _start(
     mounts = await _install(harness, store)
     ending.prepared = await prepare(job.task, store, sandbox=config.sandbox)
     sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
+    if (
+        ending.prepared.repo is None
+    ):  # the image holds the repository: what it looks like now is what a patch is against
+        ending.baseline = await patches.snapshot(sandbox)
     await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT)))
     return sandbox
 
@@ -243,18 +248,10 @@ async def _install(harness: Harness, store: Path) -> tuple[Mount, ...]:
 
 
 def _box(prepared: Prepared, mounts: tuple[Mount, ...], config: PolarConfig) -> Box:
-    overlays = [Overlay(prepared.repo, WORKDIR)] if prepared.repo else []
-    if prepared.env:
-        overlays.append(Overlay(prepared.env, ENV_PREFIX))
-    return Box(
-        workdir=WORKDIR,
-        overlays=tuple(overlays),
-        read_only=(*prepared.mounts, *((mount.source, mount.target) for mount in mounts)),
-        env={**prepared.env_vars, "HOME": HOME},
-        image=prepared.image,
-        memory_mib=config.sandbox.memory_mib,
-        cpus=config.sandbox.cpus,
-    )
+    """The sandbox the patch will be graded in, with the CLI and a home added."""
+    graded = swebench.box_of(prepared, config.sandbox)
+    shown = tuple((mount.source, mount.target) for mount in mounts)
+    return replace(graded, read_only=(*graded.read_only, *shown), env={**graded.env, "HOME": HOME})
 
 
 async def _play(
@@ -266,9 +263,8 @@ async def _play(
         await sandbox.write(path, data)
     started = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(_exec(launch, sandbox, config.budget.agent))
-        watching = group.create_task(_stop_when_ended(session, sandbox, running))
-        result = await asyncio.shield(running)
+        watching = group.create_task(_kill_when_ended(session, sandbox))
+        result = await _exec(launch, sandbox, config.budget.agent)
         watching.cancel()
     stopped = session.outcome is not None and result.code != 0
     return HarnessExit(
@@ -304,11 +300,20 @@ async def _exec(launch: Launch, sandbox: Sandbox, timeout: float) -> HarnessExit
     )
 
 
-async def _stop_when_ended(session: Session, sandbox: Sandbox, running: "asyncio.Task[HarnessExit]") -> None:
+async def _kill_when_ended(session: Session, sandbox: Sandbox) -> None:
     """Kill the harness when its session is over (call limit, dead engine): it would only retry for minutes."""
     await session.ended.wait()
-    if not running.done():
-        await sandbox.kill()
+    await sandbox.kill()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` to its end even when we are cancelled meanwhile; the cancellation goes on afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:
@@ -317,7 +322,7 @@ async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, end
         await sandbox.kill()
         await session.close()
         if ending.prepared is not None:
-            ending.patch = await patches.extract(sandbox, ending.prepared)
+            ending.patch = await patches.extract(sandbox, ending.prepared, ending.baseline)
 
 
 def _outcome(ending: _Ending, session: Session, sealed: SealedLedger, harness: Harness) -> tuple[Outcome, str]:
