@@ -9,11 +9,11 @@ import pkgutil
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from polar_env import engine as engine_room
 from polar_env import harness as harness_room
@@ -215,7 +215,7 @@ async def _live(
                 ending.exit = await _play(job, harness, session, sandbox, config)
         finally:
             with ending.phase("finalise"):
-                await _to_the_end(_finalise(session, sandbox, config, ending))
+                await _finalise(session, sandbox, config, ending)
 
 
 async def _start(
@@ -304,16 +304,6 @@ async def _kill_when_ended(session: Session, sandbox: Sandbox) -> None:
     """Kill the harness when its session is over (call limit, dead engine): it would only retry for minutes."""
     await session.ended.wait()
     await sandbox.kill()
-
-
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` to its end even when we are cancelled meanwhile; the cancellation goes on afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:

@@ -75,6 +75,7 @@ async def test_a_real_task_is_the_known_commit_and_graded_as_known(store: Path, 
 @pytest.mark.parametrize(
     "name",
     [
+        "psf__requests-2931",
         "pytest-dev__pytest-7571",
         "sympy__sympy-13031",
         "sphinx-doc__sphinx-7440",
