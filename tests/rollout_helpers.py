@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -92,6 +94,28 @@ def below_us() -> dict[int, str]:
             with contextlib.suppress(OSError):
                 found[pid] = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Orphans of the processes started in the block become ours, so that ``left_running`` sees who outlives a parent
+    (Linux: PR_SET_CHILD_SUBREAPER)."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(36, 1, 0, 0, 0) == 0
+    try:
+        yield
+    finally:
+        prctl(36, 0, 0, 0, 0)
+
+
+def settled(seconds: float = 15.0, spared: str = "nothing") -> list[str]:
+    """What is left running once processes that were told to end had the time to; but for names that start so."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [command for command in left_running() if not command.startswith(spared)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 def _statuses() -> Iterator[tuple[int, int]]:

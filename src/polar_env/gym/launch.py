@@ -9,11 +9,12 @@ import random
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import nemo_gym
+import psutil
 import ray
 from nemo_gym.cli.env import RunHelper
 from nemo_gym.global_config import GlobalConfigDictParserConfig
@@ -34,6 +35,9 @@ SERVERS = (
 
 CONFIG = "resources_servers/polar/configs/polar.yaml"
 """Path of polar's Gym config under the root: what a config's ``config_paths`` names."""
+
+RAY_GRACE = 5.0
+"""Seconds Ray's processes get to end by themselves."""
 
 
 def use_root() -> None:
@@ -92,6 +96,22 @@ def start_ray(tries: int = 3) -> None:
 
 
 @contextmanager
+def own_ray() -> Generator[None]:
+    """Ray until the end of the block, and nothing of it afterwards: its agents may need a minute to notice that it
+    ended (they first report to a server that is gone), so they are killed."""
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        start_ray()
+        yield
+    finally:
+        rays = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        ray.shutdown()
+        for left in psutil.wait_procs(rays, timeout=RAY_GRACE)[1]:
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+@contextmanager
 def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConfig]:
     """NeMo Gym with our three servers up, on a local Ray; everything is stopped at the end of the block.
 
@@ -114,8 +134,7 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
         "port_range_high": 5999,
     }
     helper = RunHelper()
-    start_ray()
-    try:
+    with own_ray():
         with boundary(SandboxError, "starting NeMo Gym"):
             helper.start(
                 GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
@@ -124,8 +143,6 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
             yield head
         finally:
             helper.shutdown()
-    finally:
-        ray.shutdown()
 
 
 async def collect(
