@@ -1,7 +1,7 @@
 """One rollout from Python, without NeMo Gym: an unmodified CLI on one task, and the row a trainer would get.
 
-    .venv/bin/python examples/one_rollout.py                        # scripted engine, embedded task, Pi
-    .venv/bin/python examples/one_rollout.py engine=vllm 'engine.base_urls=[http://127.0.0.1:8000/v1]'
+.venv/bin/python examples/one_rollout.py                        # scripted engine, embedded task, Pi
+.venv/bin/python examples/one_rollout.py engine=vllm 'engine.base_urls=[http://127.0.0.1:8000/v1]'
 """
 
 import asyncio

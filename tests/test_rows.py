@@ -253,10 +253,14 @@ def test_trajectories_can_be_left_out_but_not_their_key() -> None:
 
 def test_a_row_that_does_not_start_with_the_tasks_prompt_says_so() -> None:
     compacted = call(3, [1, 77], [5], call_id="after")
-    made_row = made(rollout(ledger(*session().records, compacted)))
+    sealed = ledger(*session().records, compacted)
+    made_row = made(rollout(sealed, trajectory=TrajectoryConfig(delivery="main")))
     assert sampled(made_row) == [5]
     assert made_row["starts_with_task"] == 0.0
     assert len(group_disagreements([made(rollout(session())), made(rollout(session())), made_row])) == 1
+    by_default = made(rollout(sealed))
+    assert by_default["starts_with_task"] == 1.0
+    assert group_disagreements([made(rollout(session())), by_default]) == []
 
 
 # --- trimming ---------------------------------------------------------------------------------------------------
@@ -388,7 +392,7 @@ rollouts = st.builds(
     call_trees(),
     st.sampled_from([*Outcome, *[Outcome.COMPLETED] * 6]),
     st.sampled_from([None, *VerdictStatus, *[VerdictStatus.RESOLVED] * 6]),
-    st.sampled_from(["main", "longest", "sample"]),
+    st.sampled_from(["task", "main", "longest", "sample"]),
 )
 
 

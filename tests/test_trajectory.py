@@ -12,7 +12,7 @@ from polar_env.trajectory import Join, build, joins, trim
 from polar_env.types import CallKind, Chain, Hole, HoleKind, SealedLedger, Trajectory
 from trajectory_helpers import Conversation, call, call_trees, ids, ledger, long_session
 
-DEFAULT = TrajectoryConfig()
+DEFAULT = TrajectoryConfig(delivery="main")
 
 
 def names(chain: Chain) -> str:
@@ -183,6 +183,36 @@ def test_main_is_the_chain_the_harness_finished_on() -> None:
     assert delivered(build(two_chains(), DEFAULT)) == "last+"
 
 
+def compacted(then: int = 20) -> SealedLedger:
+    """The task's prompt worked on for two calls, a compaction, and ``then`` tokens in the context it left."""
+    talk = Conversation()
+    talk.turn([1, 2], [3], call_id="first")
+    talk.turn([4], [5, 5], call_id="second")
+    summary = call(2, [9, 1], [9], call_id="summary", kind=CallKind.COMPACTION)
+    return ledger(*talk.records, summary, call(3, [7, 9], [8] * then, call_id="after"))
+
+
+def test_by_default_a_compacted_rollout_delivers_the_chain_its_siblings_share_the_prompt_of() -> None:
+    assert delivered(build(compacted(), TrajectoryConfig())) == "first+ second+"
+    assert delivered(build(compacted(), TrajectoryConfig(delivery="main"))) == "after+"
+
+
+def test_by_default_the_chain_the_harness_finished_on_when_it_starts_with_the_task_s_prompt() -> None:
+    talk = Conversation()
+    talk.turn([1, 2], [3], call_id="a")
+    side = call(1, talk.history + ids(6), [6] * 30, call_id="heavy", kind=CallKind.SUB_AGENT, thread="x")
+    sealed = ledger(*talk.records, side, call(2, talk.history + ids(4), [5], call_id="end"))
+    assert delivered(build(sealed, TrajectoryConfig())) == "a+ end+"
+
+
+def test_by_default_the_heaviest_branch_that_starts_with_the_task_s_prompt() -> None:
+    talk = Conversation()
+    talk.turn([1, 2], [3], call_id="a")
+    branches = [call(i, talk.history + ids(i), [5] * i, call_id=f"b{i}") for i in (1, 2)]
+    sealed = ledger(*talk.records, *branches, call(3, [7, 9], [8], call_id="after"))
+    assert delivered(build(sealed, TrajectoryConfig())) == "a+ b2+"
+
+
 def test_main_is_not_moved_by_what_came_after_on_another_thread() -> None:
     late = call(2, [7], [8] * 20, call_id="sub", kind=CallKind.SUB_AGENT, thread="x")
     sealed = ledger(*two_chains().records, late)
@@ -258,7 +288,7 @@ def test_joins_count_continuations_and_new_beginnings_of_delivered_calls() -> No
 # --- any session ------------------------------------------------------------------------------------------------
 
 
-@given(call_trees(), st.sampled_from(["main", "longest", "sample"]))
+@given(call_trees(), st.sampled_from(["task", "main", "longest", "sample"]))
 def test_every_sampled_token_of_a_call_that_trains_trains_exactly_once(sealed: SealedLedger, delivery: str) -> None:
     result = build(sealed, TrajectoryConfig.model_validate({"delivery": delivery}))
     good = {

@@ -114,7 +114,10 @@ class BudgetConfig(Group):
 class TrajectoryConfig(Group):
     """conf/trajectory: what is trained and what a one-row trainer gets."""
 
-    delivery: Literal["main", "longest", "sample"] = "main"
+    delivery: Literal["task", "main", "longest", "sample"] = "task"
+    """``task``: the main chain, or when that starts after a compaction the heaviest that starts with the task's prompt
+    (the only ones GRPO on NeMo-RL gives an advantage). ``main``: the chain the harness finished on, whatever it starts
+    with. ``longest``: most trainable tokens. ``sample``: drawn in proportion to them."""
     trained_kinds: tuple[CallKind, ...] = (CallKind.AGENT, CallKind.SUB_AGENT, CallKind.COMPACTION)
     max_tokens: int | None = None
     """Longest row the trainer takes (its max sequence length); longer rows are cut after a whole call."""

@@ -53,6 +53,8 @@ def build(ledger: SealedLedger, config: Policy) -> Trajectory:
     parents = _parents(calls)
     paths = _paths(calls, parents)
     main = _main_path(calls, paths)
+    if config.delivery == "task":
+        main = _task_path(calls, paths, main)
     chains = _chains(_by_priority(paths, main, config.delivery))
     return Trajectory(
         chains=chains,
@@ -120,6 +122,19 @@ def _main_path(calls: Iterable[CallRecord], paths: Sequence[Path]) -> Path | Non
         return None
     holding = [path for path in paths if any(call is last[-1] for call in path)]
     return max(holding, key=lambda path: (path[-1] is last[-1], _weight(path), -path[-1].index))
+
+
+def _task_path(calls: Sequence[CallRecord], paths: Sequence[Path], main: Path | None) -> Path | None:
+    """The main path when it starts with the task's prompt (the first agent call), else the heaviest that does.
+
+    NeMo-RL forms groups by the first prompt's ids (contract rule 8): a row that starts after a compaction is a group of
+    its own, its advantage is 0, and its siblings lose a member of their baseline.
+    """
+    if not calls:
+        return None
+    first = next((call for call in calls if call.kind is CallKind.AGENT and not call.thread), calls[0])
+    starting = [path for path in paths if path[0] is first]
+    return main if main in starting else max(starting, key=lambda path: (_weight(path), -path[-1].index), default=main)
 
 
 def _weight(path: Path) -> int:
