@@ -10,9 +10,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from polar_env.config import PolarConfig, environment, load
+from polar_env.config import HarnessConfig, PolarConfig, environment, load
 from polar_env.engine import tokenizer
 from polar_env.gym import contract, rows
+from polar_env.harness.shell import Shell
 from polar_env.proxy.server import ProxyServer
 from polar_env.rollout import RolloutJob, make_engine, open_proxy, rollout
 from polar_env.tasks import rows as task_rows
@@ -28,6 +29,15 @@ STORE = Path(environment("POLAR_CACHE", "~/.cache/polar_env")).expanduser()
 def python(code: str) -> tuple[str, ...]:
     """A shell-harness command that runs ``code``."""
     return ("python", "-c", code, "{instruction_file}")
+
+
+class Renamed(Shell):
+    """The example agent under a name of its own, for rows that choose their harness (`rollout_helpers:Renamed`)."""
+
+    name = "renamed"
+
+    def __init__(self, config: HarnessConfig) -> None:
+        super().__init__(config.model_copy(update={"command": python(AGENT)}))
 
 
 def hanging(marker: str) -> tuple[str, ...]:

@@ -64,6 +64,25 @@ def test_the_demo_of_one_harness_ends_with_its_table_and_leaves_nothing(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_that_cannot_start_ends_gym_in_words_and_leaves_nothing(tmp_path: Path):
+    code = (
+        "from pathlib import Path; from polar_env.errors import SandboxError; from polar_env.gym import launch\n"
+        "BAD = {'engine': {'kind': 'scripted'}, 'concurency': 3}\n"
+        "try:\n    with launch.running(BAD, Path('gym')): raise SystemExit('it started')\n"
+        "except SandboxError as error: print('REFUSED', error)"
+    )
+    with adopting():
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+        )
+        assert settled() == []
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "REFUSED starting NeMo Gym" in done.stdout
+    assert "did you mean 'concurrency'" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_demo_runs_four_real_clis(tmp_path: Path):
     _, rows = run_demo(tmp_path, timeout=1700)

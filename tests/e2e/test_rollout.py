@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import tempfile
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from census import census
-from engine_helpers import Answer, VllmServer
+from engine_helpers import Answer, Step, VllmServer
 from polar_env.capture import rebuild
+from polar_env.cli import main
+from polar_env.config import override
 from polar_env.gym import contract
 from polar_env.gym.environment import PolarEnvironment
 from polar_env.rollout import open_proxy, rollout
@@ -34,6 +37,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 DONE = 'print(reply.get("content") or "")'
 """What the example agent does when the model has called nothing."""
+
+
+WORDS = (Step((40,), (-0.5,), {"content": "Nothing to do."}), Step((151645,), (-0.7,)))
+"""An answer without a tool call: the example agent ends."""
 
 
 def real_engine(server: VllmServer) -> dict:
@@ -95,6 +102,47 @@ async def test_a_patch_that_does_not_apply_is_a_zero_that_trains_when_it_is_grad
 
 def with_patch(row: dict, patch: bytes) -> dict:
     return {**row, "polar": {**row["polar"], "patch": base64.b64encode(patch).decode()}}
+
+
+async def test_a_masked_row_stays_masked_however_its_patch_is_graded(tmp_path: Path):
+    """Its token is a placeholder: nothing was sampled that a reward could train."""
+    config = await settings(tmp_path, harness={"command": ("true",)})
+    row = delivered(await roll(config))
+    gold = str(job(config).task.row["patch"]).encode()
+    solved = with_patch({**row, "polar": {**row["polar"], "outcome": "completed"}}, gold)
+    async with PolarEnvironment(config).opened() as environment:
+        graded = await environment.regrade(solved)
+    assert graded["resolved"] is True
+    assert (graded["reward"], graded["mask_sample"]) == (0.0, True)
+    assert contract.violations({**solved, **graded}) == []
+
+
+async def test_a_row_s_own_sampling_reaches_the_engine_below_the_proxy_s_cap(tmp_path: Path):
+    """NeMo-RL writes its policy's sampling onto every row (_prepare_nemo_gym_rows)."""
+    asked = {"input": "x", "temperature": 0.7, "top_p": 0.9, "max_output_tokens": 33}
+    async with VllmServer(answer=Answer(finish="stop", steps=WORDS)).run() as engine:
+        config = await settings(tmp_path, engine=real_engine(engine))
+        row = {"task_id": job(config).task.task_id, "responses_create_params": asked}
+        async with PolarEnvironment(config).opened() as environment:
+            checked = 2  # generations of the engine's check
+            theirs = await environment.run(row)
+            ours = await environment.run({**row, "responses_create_params": {"input": "x"}})
+            much = await environment.run({**row, "responses_create_params": {**asked, "max_output_tokens": 10**6}})
+    used = [(body["temperature"], body["top_p"], body["max_tokens"]) for body in engine.requests[checked:]]
+    assert used == [(0.7, 0.9, 33), (1.0, 1.0, 8192), (0.7, 0.9, 8192)]
+    for answer in (theirs, ours, much):
+        assert contract.violations(answer) == []
+        assert answer["mask_sample"] is False
+    assert theirs["responses_create_params"] == asked
+
+
+async def test_harnesses_may_differ_from_row_to_row_of_one_run(tmp_path: Path):
+    config = await settings(tmp_path, engine={"scripts": ["give_up"]})
+    row = {"task_id": job(config).task.task_id, "responses_create_params": {"input": "x"}}
+    async with PolarEnvironment(config).opened() as environment:
+        answers = [await environment.run({**row, "harness": name}) for name in ("shell", "rollout_helpers:Renamed")]
+    assert [answer["polar"]["harness"] for answer in answers] == ["shell", "renamed"]
+    assert [answer["mask_sample"] for answer in answers] == [False, False]
 
 
 # --- what a harness can do --------------------------------------------------------------------------------------
@@ -249,3 +297,20 @@ async def test_rollouts_of_a_group_start_from_the_same_first_prompt(tmp_path: Pa
     results = [run.result() for run in runs]
     assert contract.group_disagreements([delivered(result) for result in results]) == []
     assert [result.decision.reward for result in results] == [1.0, 0.0, 1.0, 0.0]
+
+
+async def test_the_command_runs_one_rollout_and_prints_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = await settings(tmp_path, engine={"scripts": ["fix", "give_up"]})
+    overrides = [
+        override("engine.tokenizer", base.engine.tokenizer),
+        override("engine.scripts", base.engine.scripts),
+        override("harness.command", base.harness.command),
+        override("store.cache", base.store.cache),
+        override("store.sessions", tmp_path),
+    ]
+    flags = ["--engine", "scripted", "--harness", "shell", "--data", "embedded", "--index", "1"]
+    assert await asyncio.to_thread(main, ["rollout", *flags, *overrides]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert contract.violations(row) == []
+    assert (row["polar"]["harness"], row["polar"]["outcome"], row["reward"]) == ("shell", "completed", 0.0)
+    assert row["polar"]["verdict"]["status"] == "empty_patch"
