@@ -44,7 +44,13 @@ TABLE = (
     Row("sandbox.*", 2, (*FACTS, "config", "sandbox", "sandbox.*")),
     # Level 3: the rooms between which a rollout moves. None of them knows the others, but the grader opens sandboxes.
     Row("proxy.attempts", 3, (*FACTS, "proxy")),
-    Row("proxy.session", 3, (*FACTS, "config", "capture", "engine", "proxy", "proxy.attempts")),
+    Row("proxy.limits", 3, (*FACTS, "config", "proxy.attempts")),
+    Row("proxy.steady", 3, FACTS),
+    Row(
+        "proxy.session",
+        3,
+        (*FACTS, "config", "capture", "engine", "proxy", "proxy.attempts", "proxy.limits", "proxy.steady"),
+    ),
     Row("engine.*", 3, (*FACTS, "config", "capture", "proxy.sse", "engine", "engine.*")),
     Row("tasks.*", 3, (*FACTS, "config", "tasks", "tasks.*")),
     Row("harness.*", 3, (*FACTS, "config", "harness", "harness.*")),
@@ -89,6 +95,7 @@ PURE = (
     "prefix",
     "proxy.sse",
     "proxy.render",
+    "proxy.steady",
     *DIALECTS,
     *(f"{dialect}_*" for dialect in DIALECTS),
 )

@@ -35,6 +35,8 @@ NeMo Gym, and the command line goes through the same two.
         gemini.py            Google generateContent
         gemini_stream.py     its parts, their signatures, and the chunks that stream both
         attempts.py          one generation and the requests waiting for it: joined, replayed, held back
+        limits.py            calls, turns and tokens a session may use
+        steady.py            first prompts without day, kernel release and nonce. Pure
         session.py           one rollout's calls: retries, limits, records, the end
         server.py            moves bytes between aiohttp and sessions, decides nothing
       engine/                where a prompt becomes sampled tokens

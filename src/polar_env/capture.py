@@ -119,8 +119,9 @@ class Ledger:
             self._note(FrameKind.SUPERSEDED, call_id=call_id)
 
     def mark_incomplete(self, hole: Hole) -> None:
-        """Something of the session was not captured. Ignored after ``seal``."""
-        if self._sealed is None:
+        """Something of the session was not captured: told once, whoever notices. Ignored after ``seal``."""
+        told = any((hole.kind, hole.call_id) == (other.kind, other.call_id) for other in self._holes if other.call_id)
+        if self._sealed is None and not told:
             self._holes.append(hole)
             self._note(FrameKind.HOLE, kind=hole.kind, call_id=hole.call_id, detail=hole.detail)
 

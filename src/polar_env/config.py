@@ -72,12 +72,22 @@ class ProxyConfig(Group):
     max_output_tokens: int = 8192
     max_calls: int = 200
     """Calls of one session; over it the harness is told to stop and the outcome is turn_limit."""
+    max_total_prompt_tokens: int | None = None
+    """Prompt tokens of all calls of one session together; over it as over ``max_calls``. ``None``: no limit."""
+    max_total_output_tokens: int | None = None
+    """Sampled tokens of all calls of one session together; likewise."""
+    max_seconds: float | None = None
+    """Wall clock of one session from its first model call, for proxies without a rollout's agent budget around them;
+    after it what runs is aborted and the outcome is agent_timeout."""
     max_concurrent: int = 16
     max_body_bytes: int = 64 * 1024 * 1024
     keep_alive: float = 8.0
     """Seconds between keep-alive events while the engine works (design: at least every 10 s)."""
     retry_grace: float = 5.0
     """How long a generation whose client vanished waits for the harness's own retry before it is aborted."""
+    steady_prompts: bool = True
+    """Show the engine a fixed date and kernel release where a harness's prompt names today's and this machine's, and
+    Claude Code's billing block without its nonce: the rollouts of a group then share their first prompt."""
 
 
 class HarnessConfig(Group):
@@ -90,6 +100,8 @@ class HarnessConfig(Group):
     """``shell`` harness: the argv to run; ``{instruction_file}`` is replaced."""
     extra_args: tuple[str, ...] = ()
     max_turns: int = 100
+    """Calls of the agent itself, without sub-agents, compactions and retries. The harness's own limit where it has
+    one, else the proxy's."""
     context_window: int = 131072
 
 

@@ -196,6 +196,8 @@ def _open_session(
         engine_session=who,
         classify=harness.classify,
         sampling=job.sampling,
+        max_turns=None if getattr(harness, "enforces_turns", False) else job.harness.max_turns,
+        volatile=getattr(harness, "volatile", ()),
     )
 
 

@@ -1,8 +1,8 @@
 """Claude Code (Anthropic Messages): launch profile, request marks and event stream.
 
 The profile is quiet (no lookups of foreign hosts) and small (four tools, no skills, settings or MCP servers of the
-machine). Its prompt still names the day and the kernel release: the rollouts of a group should start on one day and on
-nodes with one kernel. What it sends for N turns is N requests.
+machine). Its prompt still names the day and the kernel release; ``volatile`` says where, and the engine is shown one
+day and no release. What it sends for N turns is N requests.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,18 @@ from typing import Any
 from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, install_npm
-from polar_env.harness.reading import died, failure, flat_text, json_lines, last_text, mapping, string, tail, timeout
+from polar_env.harness.reading import (
+    STEADY_DATE,
+    died,
+    failure,
+    flat_text,
+    json_lines,
+    last_text,
+    mapping,
+    string,
+    tail,
+    timeout,
+)
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "2.1.332"
@@ -47,6 +58,13 @@ class ClaudeCode:
 
     name = "claude_code"
     wire = WireApi.ANTHROPIC
+    enforces_turns = True
+    volatile = (
+        ("system", r"(?m)^(Today's date is (?:now )?|Date: )\d{4}-\d{2}-\d{2}", rf"\g<1>{STEADY_DATE}"),
+        ("system", r"(?m)^( ?- OS Version: \S+) .*$", r"\1"),
+        # Model names it knows get their context as reminders at the head of a user message.
+        ("user", r"\A(<system-reminder>[\s\S]*?Today's date is )\d{4}-\d{2}-\d{2}", rf"\g<1>{STEADY_DATE}"),
+    )
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

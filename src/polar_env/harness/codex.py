@@ -2,8 +2,9 @@
 
 Codex looks its model up in a catalog and takes tools, window and base prompt from the entry. We give it a copy of the
 plain-tools entry of its own catalog under our model's name; the copy is made from the installed CLI and never shipped.
-Its prompt names the day: the rollouts of a group should start on one day. There is no turn limit of its own
-(ProxyConfig.max_calls is the limit).
+Its prompt names the day and the time zone; ``volatile`` says where, and the engine is shown one of each. (Codex could
+be told to leave that block out, but then it does not say where it works either.) It has no turn limit of its own: the
+proxy counts.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from polar_env.errors import HarnessError, boundary
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, install_npm, once, run
 from polar_env.harness.quiet import without
-from polar_env.harness.reading import died, failure, items, json_lines, mapping, string, tail, timeout
+from polar_env.harness.reading import STEADY_DATE, died, failure, items, json_lines, mapping, string, tail, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "0.169.0"
@@ -37,6 +38,10 @@ class Codex:
 
     name = "codex"
     wire = WireApi.RESPONSES
+    volatile = (
+        ("user", r"\A(<environment_context>[\s\S]*?<current_date>)[^<]*", rf"\g<1>{STEADY_DATE}"),
+        ("user", r"\A(<environment_context>[\s\S]*?<timezone>)[^<]*", r"\1Etc/UTC"),
+    )
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

@@ -2,7 +2,8 @@
 
 It exits 0 on every ending and keeps the reason in its trajectory file, so a small launcher runs it and then prints the
 reason as one line. The launcher also finds the packages: the interpreter runs isolated, and no variable that would
-reach the agent's own commands (PYTHONPATH, LD_LIBRARY_PATH) is left set. Its prompt names the kernel release.
+reach the agent's own commands (PYTHONPATH, LD_LIBRARY_PATH) is left set. Its prompt names the kernel release, which
+the engine is not shown (``volatile``).
 """
 
 import sys
@@ -57,6 +58,8 @@ class MiniSweAgent:
 
     name = "mini_swe_agent"
     wire = WireApi.CHAT
+    enforces_turns = True
+    volatile = (("user", r"(<system_information>\n\S+) .* (\S+)(?=\n</system_information>)", r"\1 \2"),)
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

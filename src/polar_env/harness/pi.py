@@ -1,7 +1,7 @@
 """Pi (OpenAI Chat): launch profile, request marks and event stream.
 
-Pi's prompt is small and constant: it names the working directory, no date and no host. There is no turn limit of its
-own (ProxyConfig.max_calls is the limit). In JSON mode it exits 0 on every failure.
+Pi's prompt is small and constant: it names the working directory, no date and no host. It has no turn limit of its own:
+the proxy counts. In JSON mode it exits 0 on every failure.
 """
 
 import json

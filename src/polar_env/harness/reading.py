@@ -84,6 +84,10 @@ def failure(detail: str) -> Outcome:
     return Outcome.CONTEXT_OVERFLOW if any(words in lowered for words in OVERFLOW_WORDS) else Outcome.AGENT_ERROR
 
 
+STEADY_DATE = "2026-01-01"
+"""What the engine is shown where a harness's prompt names the day: any day will do, as long as it is one."""
+
+
 # --- marks in a request -----------------------------------------------------------------------------------------
 
 

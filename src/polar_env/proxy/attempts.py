@@ -32,11 +32,15 @@ They are here and not in the dialects because only retries care, and none of the
 """
 
 
+BUSY_RETRY_AFTER = 1.0
+"""Seconds a harness is asked to wait when nothing better is known."""
+
+
 class Refusal(PolarError):  # noqa: N818 - it refuses; what went wrong is its cause
     """An HTTP error the harness gets in its dialect's own shape. Nothing was sampled for it.
 
-    ``retry_after`` is in seconds (a 429 always has it: a bare 429 makes Codex exit at once). ``overflow`` picks the
-    dialect's own words for a full context window, which make harnesses compact.
+    ``retry_after`` is in seconds; a 429 always has one (``BUSY_RETRY_AFTER``): a bare 429 makes Codex exit at once.
+    ``overflow`` picks the dialect's own words for a full context window, which make harnesses compact.
     """
 
     outcome = Outcome.AGENT_ERROR
@@ -44,14 +48,20 @@ class Refusal(PolarError):  # noqa: N818 - it refuses; what went wrong is its ca
     def __init__(self, status: int, message: str, *, retry_after: float | None = None, overflow: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        self.retry_after = retry_after
+        self.retry_after = BUSY_RETRY_AFTER if retry_after is None and status == 429 else retry_after
         self.overflow = overflow
 
 
 class TurnLimit(Refusal):
-    """The session has used all its calls."""
+    """The session has used up its calls, turns or tokens."""
 
     outcome = Outcome.TURN_LIMIT
+
+
+class TimeLimit(Refusal):
+    """The session's own wall clock ran out."""
+
+    outcome = Outcome.AGENT_TIMEOUT
 
 
 def refusal(error: PolarError) -> Refusal:
@@ -98,12 +108,18 @@ class Attempt:
         self.task: asyncio.Task[None] | None = None
         self._grace = grace
         self._readers = 0
+        self._left = False
         self._timer: asyncio.TimerHandle | None = None
         self._pulse = asyncio.Event()
 
     @property
     def running(self) -> bool:
         return not self.committed and self.error is None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the harness has this answer, or somebody still waits for it: a turn that is taken."""
+        return self.error is None and (self.delivered or self._readers > 0 or not self._left)
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,6 +171,7 @@ class Attempt:
             yield
         finally:
             self._readers -= 1
+            self._left = not self._readers
             if not self._readers and self.running and self.turn is None:
                 abandoned = EngineError("the client went away and did not come back")
                 self._timer = asyncio.get_running_loop().call_later(self._grace, self.abort, abandoned)

@@ -20,7 +20,7 @@ import math
 import pkgutil
 import socket
 import struct
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, cast
@@ -91,8 +91,14 @@ class ProxyServer:
         engine_session: EngineSession,
         classify: Classify,
         sampling: Sampling | None = None,
+        max_turns: int | None = None,
+        volatile: Iterable[tuple[str, str, str]] = (),
     ) -> Session:
-        """A new session with its own key. ``sampling`` overrides the configured policy, below its token cap."""
+        """A new session with its own key.
+
+        ``sampling`` overrides the configured policy, below its token cap. ``max_turns`` is for harnesses that have no
+        such limit (``limits``); ``volatile`` are the harness's parts of a prompt to show in a fixed form (``steady``).
+        """
         session = Session(
             session_id=session_id,
             ledger=ledger,
@@ -103,6 +109,8 @@ class ProxyServer:
             config=self._config,
             spawn=self._tasks.create_task,
             on_close=self._retire,
+            max_turns=max_turns,
+            volatile=volatile,
         )
         self._sessions[session.key] = session
         return session

@@ -5,10 +5,12 @@ No sockets: ``server`` hands in decoded requests and carries attempts back to cl
 What the harness is told, and why (statuses measured on the real CLIs):
 
 - over ``max_concurrent``: 429, always with Retry-After.
-- over ``max_calls``: 404, after which the CLIs stop by themselves: Claude Code 2.1.332 after 2 requests, Codex 0.169.0
-  after 6 (7 s), Pi 1.6.0 and mini-swe-agent 2.4.6 after 1. A 403 or 400 makes mini-swe-agent retry for minutes, a 400
-  makes Claude Code rewrite its request, a 401 makes it retry 10 times. ``ended`` is set as well: a harness that carries
-  on regardless can be killed.
+- over a limit (calls, turns, tokens: ``limits``): 404, after which the CLIs stop by themselves: Claude Code 2.1.332
+  after 2 requests, Codex 0.169.0 after 6 (7 s), Pi 1.6.0 and mini-swe-agent 2.4.6 after 1. A 403 or 400 makes
+  mini-swe-agent retry for minutes, a 400 makes Claude Code rewrite its request, a 401 makes it retry 10 times.
+  ``ended`` is set as well: a harness that carries on regardless can be killed. The outcome is turn_limit whichever
+  limit it was: all are the agent's allowance of model use, and ``first_error`` names the one.
+- over ``max_seconds``: the same, outcome agent_timeout, and what runs is aborted.
 - a full context window: the dialect's own 400, so that it compacts. The same body overflows again, so a retry is told
   so without the engine: the first time may have come too late for an HTTP status.
 - engine failures: 503, which every harness retries. After ``MAX_FAILURES`` in a row the engine counts as dead:
@@ -20,7 +22,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -30,7 +32,9 @@ from polar_env.config import ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
 from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, PolarError, boundary
-from polar_env.proxy.attempts import Attempt, Refusal, TurnLimit, retry_key
+from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
+from polar_env.proxy.limits import Limits
+from polar_env.proxy.steady import Steady
 from polar_env.types import (
     CallKind,
     CallRecord,
@@ -47,9 +51,6 @@ from polar_env.types import (
 
 MAX_FAILURES = 5
 """Engine failures in a row, each on a request that came after the one before: a dead engine, not a blip."""
-
-BUSY_RETRY_AFTER = 1.0
-"""Seconds a harness is asked to wait when it has too many calls in flight."""
 
 COMMIT_WAIT = 30.0
 """Seconds ``close`` waits for records on their way to the disk: a rollout must end even when the disk does not."""
@@ -90,6 +91,11 @@ class Ask:
     digest: str
     started: float
 
+    @property
+    def turn(self) -> bool:
+        """A call of the agent itself, on its main thread."""
+        return self.kind is CallKind.AGENT and not self.thread
+
 
 def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
     """What is sampled with, whatever the harness asks: the session's own policy, never above the proxy's cap."""
@@ -112,6 +118,8 @@ class Session:
         config: ProxyConfig,
         spawn: Spawn,
         on_close: "Callable[[Session], None]" = lambda _: None,
+        max_turns: int | None = None,
+        volatile: Iterable[tuple[str, str, str]] = (),
     ) -> None:
         self.session_id = session_id
         self.key = secrets.token_urlsafe(24)
@@ -126,6 +134,8 @@ class Session:
         """Set when the session is over for the harness, which may not know: kill it."""
         self.closed = False
         self.commit_wait = COMMIT_WAIT
+        self.limits = Limits(config, max_turns)
+        self.steady = Steady(volatile) if config.steady_prompts else None
         self._ledger = ledger
         self._engine_session = engine_session
         self._classify = classify
@@ -134,8 +144,8 @@ class Session:
         self._on_close = on_close
         self._latest: dict[str, Attempt] = {}
         self._running: set[Attempt] = set()
+        self._clock: asyncio.TimerHandle | None = None
         self._arrivals = 0
-        self._used = 0
         self._failures = 0
         self._failed_before = 0
         self._trouble: PolarError | None = None
@@ -173,11 +183,11 @@ class Session:
         if earlier is not None and earlier.committed and not earlier.delivered:
             self.usage.replayed += 1
             return earlier
-        self._admit()
+        ask = Ask(self._shown(request), kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
+        self._admit(ask, earlier)
         if earlier is not None and isinstance(earlier.error, EngineOverflow):
-            self._used += 1
+            self.limits.repeated()
             return earlier
-        ask = Ask(request, kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
         attempt = self._latest[key] = self._start(ask, earlier)
         return attempt
 
@@ -197,6 +207,8 @@ class Session:
     async def close(self) -> SealedLedger:
         """Refuse what comes, abort what runs, let commits finish, seal. Idempotent; safe to repeat after a cancel."""
         self.closed = True
+        if self._clock is not None:
+            self._clock.cancel()
         for attempt in tuple(self._running):
             attempt.abort(Refusal(410, "this session is closed"))
         await self._commits()
@@ -218,15 +230,31 @@ class Session:
         self._lost = self._lost or error
         self._ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, attempt.call_id, str(error)))
 
-    def _admit(self) -> None:
+    def _shown(self, request: ModelRequest) -> ModelRequest:
+        """The request as the engine is to see it."""
+        return self.steady(request) if self.steady is not None else request
+
+    def _admit(self, ask: Ask, earlier: Attempt | None) -> None:
+        """Raises Refusal when this call may not start."""
+        if isinstance(self._ending, TurnLimit | TimeLimit):
+            raise Refusal(404, str(self._ending))
         if isinstance(self._ending, EngineError):
             raise Refusal(503, "the model engine is down; this session is over")
-        if self._used >= self._config.max_calls or isinstance(self._ending, TurnLimit):
-            limit = TurnLimit(404, f"this session has used its {self._config.max_calls} model calls; stop here")
+        try:
+            self.limits.check(turn=ask.turn, again=earlier)
+        except TurnLimit as limit:
             self._end(limit)
-            raise limit
+            raise
         if len(self._running) >= self._config.max_concurrent:
-            raise Refusal(429, "too many model calls at once in this session", retry_after=BUSY_RETRY_AFTER)
+            raise Refusal(429, "too many model calls at once in this session")
+        if self._clock is None and self._config.max_seconds is not None:
+            self._clock = asyncio.get_running_loop().call_later(self._config.max_seconds, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        limit = TimeLimit(404, f"this session has used its {self._config.max_seconds:g} seconds; stop here")
+        self._end(limit)
+        for attempt in tuple(self._running):
+            attempt.abort(limit)
 
     def _end(self, error: PolarError) -> None:
         self._ending = self._ending or error
@@ -237,10 +265,10 @@ class Session:
     def _start(self, ask: Ask, earlier: Attempt | None) -> Attempt:
         index = self._arrivals
         self._arrivals += 1
-        self._used += 1
         self.usage.ignored.update(ask.request.ignored)
         attempt = Attempt(f"{self.session_id}-{index:04d}", index, self._config.retry_grace)
         self._running.add(attempt)
+        self.limits.started(attempt, turn=ask.turn, again=earlier)
         attempt.task = self._spawn(self._run(attempt, ask, earlier))
         attempt.task.add_done_callback(lambda _: self._finished(attempt))
         return attempt
@@ -253,6 +281,7 @@ class Session:
         try:
             reply = await self._sample(attempt, ask.request)
             attempt.reply(reply.turn)
+            self.limits.sampled(reply.turn.usage)
             await self._commit(attempt, ask, reply)
             self._replace(earlier, attempt)
         except asyncio.CancelledError:
@@ -324,7 +353,7 @@ class Session:
         self.usage.failed += 1
         self._trouble = self._trouble or error
         if not isinstance(error, EngineOverflow):
-            self._used -= 1  # only what was sampled, or could not be for the harness's own fault, uses up a call
+            self.limits.returned()  # only what was sampled, or could not be for the harness's own fault, uses up a call
         new = attempt.index >= self._failed_before  # calls that were in flight together fail of one cause
         self._failed_before = self._arrivals
         if new and not isinstance(error, EngineOverflow | EngineBusy):
