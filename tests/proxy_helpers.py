@@ -218,8 +218,8 @@ class WatchedLedger(Ledger):
         super().__init__(session_id, log)
         self.committed = asyncio.Event()
 
-    async def append(self, record: CallRecord) -> None:
-        await super().append(record)
+    async def append(self, record: CallRecord, request: ModelRequest | None = None) -> None:
+        await super().append(record, request)
         self.committed.set()
 
 

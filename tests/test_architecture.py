@@ -24,9 +24,12 @@ TABLE = (
     # Level 1: configuration, and the pure middle of the line.
     Row("config", 1, FACTS),
     Row("prefix", 1),
-    Row("segment_log", 1, (*FACTS, "prefix")),
-    Row("capture", 1, (*FACTS, "segment_log")),
+    Row("frames", 1),
+    Row("conversation", 1, FACTS),
+    Row("segment_log", 1, (*FACTS, "frames", "conversation", "prefix")),
+    Row("capture", 1, (*FACTS, "frames", "segment_log")),
     Row("trajectory", 1, (*FACTS, "prefix")),
+    Row("digest", 1, FACTS),
     Row("reward", 1, FACTS),
     Row("proxy.sse", 1),
     # The rooms' own __init__: protocols, facts and dotted-path tables, which everybody may read.
@@ -67,7 +70,7 @@ TABLE = (
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),
-    Row("gym.rows", 6, (*FACTS, "trajectory", "gym.contract")),
+    Row("gym.rows", 6, (*FACTS, "trajectory", "digest", "gym.contract")),
     Row("gym.environment", 6, (*FACTS, *MIDDLE, "grade.*", "rollout", "workers", "gym", "gym.rows", "gym.contract")),
     Row("gym.*", 6, (*FACTS, "config", "rollout", "workers", "tasks", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "rollout", "tasks", "tasks.*", "gym", "gym.*")),
@@ -93,6 +96,9 @@ PURE = (
     "trajectory",
     "reward",
     "prefix",
+    "frames",
+    "conversation",
+    "digest",
     "proxy.sse",
     "proxy.render",
     "proxy.steady",

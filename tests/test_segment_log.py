@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.errors import CaptureError
-from polar_env.segment_log import FILE_NAME, PREFIX_SIZE, FrameKind, encode_frame
+from polar_env.frames import PREFIX_SIZE, FrameKind, encode_frame
+from polar_env.segment_log import FILE_NAME
 from polar_env.types import CallRecord, Hole, HoleKind, SealedLedger, StopReason, ToolCall
 from trajectory_helpers import SESSION, call, fields_of, ids, ledger, long_session, same_ledger
 

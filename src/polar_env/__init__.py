@@ -17,8 +17,11 @@ NeMo Gym, and the command line goes through the same two.
       config.py              one frozen model per conf/ group; the only reader of the environment
       capture.py             the capture contract and the ledger: each call judged, appended once, sealed
       segment_log.py         the ledger's durable file: append-only frames, ids stored once
+      frames.py              the frames of that file, with checksums. Pure
+      conversation.py        what each call was asked, stored once. Pure
       prefix.py              which earlier call does a prompt continue? Exact ids, whole arrays. Pure
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
+      digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       workers.py             (planned) rollouts spread over Ray actors

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from polar_env.errors import CaptureError
-from polar_env.segment_log import FrameKind, SegmentLog, rebuild
-from polar_env.types import CallRecord, EngineReply, Hole, HoleKind, SealedLedger, StopReason
+from polar_env.frames import FrameKind
+from polar_env.segment_log import SegmentLog, rebuild
+from polar_env.types import CallRecord, EngineReply, Hole, HoleKind, ModelRequest, SealedLedger, StopReason
 
 __all__ = ["Ledger", "SegmentLog", "judge", "rebuild"]
 
@@ -88,8 +89,8 @@ class Ledger:
         self._sealed: SealedLedger | None = None
         self._note(FrameKind.OPEN, session_id=session_id)
 
-    async def append(self, record: CallRecord) -> None:
-        """Commit one call; returns once it is durable. A cancelled caller does not undo a commit.
+    async def append(self, record: CallRecord, request: ModelRequest | None = None) -> None:
+        """Commit one call and what it was asked; returns once it is durable. A cancelled caller undoes nothing.
 
         Raises:
             CaptureError: after ``seal``, for a call or index already taken, or when the log could not write it (then
@@ -101,7 +102,7 @@ class Ledger:
         if self._log is None:
             return
         try:
-            await self._log.write(record)
+            await self._log.write(record, request)
         except CaptureError as error:
             self._lose(record, error)
             raise

@@ -150,6 +150,8 @@ class StoreConfig(Group):
     """Installed CLIs, prepared tasks, tokenizer: made once, shared."""
     sessions: Path = Path("out/sessions")
     """Durable segment logs, one directory per session."""
+    messages: bool = True
+    """Keep what each call was asked in its session's log, compressed and once. Only SFT export needs it."""
 
 
 class PolarConfig(Group):

@@ -149,7 +149,7 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
     name = re.sub(r"[^\w.-]", "_", job.task.task_id)  # it names a folder
     session_id = f"{name}.{job.index}.{uuid.uuid4().hex[:12]}"
     ending = _Ending()
-    async with SegmentLog(_session_dir(config, session_id)) as log:
+    async with SegmentLog(_session_dir(config, session_id), messages=config.store.messages) as log:
         session = _open_session(job, harness, proxy, config, Ledger(session_id, log))
         try:
             await _live(job, harness, session, proxy, config, ending)

@@ -1,28 +1,26 @@
 """The durable log of one session: append-only frames, token ids stored once, one fsync for all that wait.
 
-A file is a run of frames, each ``magic, kind, header length, body length, payload CRC, prefix CRC`` (little-endian),
-then a JSON header (zlib-compressed unless small) and a body of raw little-endian arrays. A call stores the longest
-earlier call its prompt extends, and only the ids that are new. The session's key is never written.
+A file is a run of ``frames``. A call stores the longest earlier call its prompt extends, and only the ids that are new,
+as raw little-endian arrays. What it was asked follows in a frame of its own, unless ``store.messages`` is off. The
+session's key is never written.
 """
 
 import asyncio
 import dataclasses
-import json
 import os
-import struct
 import sys
-import zlib
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
+from polar_env import conversation
+from polar_env.conversation import Conversation
 from polar_env.errors import CaptureError, boundary
+from polar_env.frames import Frame, FrameKind, encode_frame, frames
 from polar_env.prefix import PrefixIndex
 from polar_env.types import (
     AssistantTurn,
@@ -30,6 +28,7 @@ from polar_env.types import (
     CallRecord,
     Hole,
     HoleKind,
+    ModelRequest,
     Sampling,
     SealedLedger,
     StopReason,
@@ -39,76 +38,9 @@ from polar_env.types import (
 )
 
 FILE_NAME = "calls.log"
-MAGIC = b"PLR1"
-PREFIX = struct.Struct("<4sBIII")
-"""Magic, kind, header bytes, body bytes, CRC32 of header and body; a CRC32 of these 17 bytes follows."""
-PREFIX_SIZE = PREFIX.size + 4
-
-SMALL = 128
-"""Headers up to this many bytes (marks) are plain JSON: compressing them makes them longer."""
 
 WRITERS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="segment-log")
 """Threads that write and fsync, shared by all sessions of the process: a thousand idle logs cost no thread."""
-
-
-class FrameKind(IntEnum):
-    """What a frame says."""
-
-    OPEN = 1
-    CALL = 2
-    DELIVERED = 3
-    SUPERSEDED = 4
-    HOLE = 5
-    SEAL = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    kind: FrameKind
-    header: dict[str, Any]
-    body: bytes
-
-
-# --- frames -----------------------------------------------------------------------------------------------------
-
-
-def encode_frame(kind: FrameKind, header: dict[str, Any], body: bytes = b"") -> bytes:
-    """One frame as bytes. ``header`` is JSON; lone surrogates in model text survive (ASCII escapes)."""
-    packed = json.dumps(header, separators=(",", ":")).encode("ascii")
-    if len(packed) > SMALL:
-        packed = zlib.compress(packed, 6)
-    prefix = PREFIX.pack(MAGIC, kind, len(packed), len(body), zlib.crc32(body, zlib.crc32(packed)))
-    return b"".join((prefix, struct.pack("<I", zlib.crc32(prefix)), packed, body))
-
-
-def _decode_frame(data: bytes, at: int) -> tuple[Frame | None, int] | None:
-    """(frame or ``None`` when corrupt, offset after it); ``None`` when the file ends before the frame does."""
-    if len(data) - at < PREFIX_SIZE:
-        return None
-    prefix = data[at : at + PREFIX.size]
-    if zlib.crc32(prefix) != int.from_bytes(data[at + PREFIX.size : at + PREFIX_SIZE], "little"):
-        following = data.find(MAGIC, at + 1)
-        return None, following if following >= 0 else len(data)
-    _, kind, header_size, body_size, crc = PREFIX.unpack(prefix)
-    start, middle = at + PREFIX_SIZE, at + PREFIX_SIZE + header_size
-    end = middle + body_size
-    if end > len(data):
-        return None
-    if zlib.crc32(data[start:end]) != crc:
-        return None, end
-    header = data[start:middle]
-    text = header if header.startswith(b"{") else zlib.decompress(header)
-    return Frame(FrameKind(kind), json.loads(text), data[middle:end]), end
-
-
-def _frames(data: bytes) -> Iterator[Frame | None]:
-    """Frames in file order; ``None`` once for each corrupt stretch. A torn tail (SIGKILL, crash) just ends."""
-    at, broken = 0, False
-    while step := _decode_frame(data, at):
-        frame, at = step
-        if frame is not None or not broken:
-            yield frame
-        broken = frame is None
 
 
 # --- records ----------------------------------------------------------------------------------------------------
@@ -182,10 +114,12 @@ class SegmentLog:
 
     All methods are called from one event loop; writing and fsync happen on shared threads. What is queued while one
     fsync runs shares the next one. After the first failed write the log takes nothing more: ``failure`` says why.
+    With ``messages`` off, what calls were asked is not kept (``polar export --format sft`` needs it).
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, messages: bool = True) -> None:
         self.directory = directory
+        self._asked = conversation.Writer() if messages else None
         self.failure: CaptureError | None = None
         self._index = PrefixIndex()
         self._lock, self._io = Lock(), Lock()
@@ -203,13 +137,16 @@ class SegmentLog:
         self._closed = True
         await asyncio.shield(self._loop.run_in_executor(WRITERS, self._close))
 
-    async def write(self, record: CallRecord) -> None:
-        """Store a call. Returns once it is on disk. Raises CaptureError when it is not."""
+    async def write(self, record: CallRecord, request: ModelRequest | None = None) -> None:
+        """Store a call and what it was asked. Returns once it is on disk. Raises CaptureError when it is not."""
         parent = self._index.longest(record.prompt_ids)
         name, shared = (parent.name, len(parent)) if parent else (None, 0)
         self._index.add(record.call_id, record.prompt_ids, record.sampled_ids)
         durable: asyncio.Future[None] = self._loop.create_future()
-        self._put(_encode_call(record, name, shared), durable)
+        frame = _encode_call(record, name, shared)
+        if self._asked is not None and request is not None:
+            frame += encode_frame(FrameKind.MESSAGES, *self._asked.encode(record.call_id, request))
+        self._put(frame, durable)
         await asyncio.shield(durable)
 
     def note(self, mark: FrameKind, /, **header: Any) -> None:
@@ -303,6 +240,8 @@ class _Rebuilt:
     records: dict[str, CallRecord]
     marks: dict[FrameKind, set[str]]
     holes: list[Hole]
+    asked: list[Frame] = dataclasses.field(default_factory=list[Frame])
+    sealed: bool = False
 
     def take(self, frame: Frame) -> None:
         match frame.kind:
@@ -315,7 +254,20 @@ class _Rebuilt:
             case FrameKind.HOLE:
                 self.holes.append(_decode_hole(frame.header))
             case FrameKind.SEAL:
+                self.sealed = True
                 self._check_count(frame.header["records"])
+            case FrameKind.MESSAGES:
+                self.asked.append(frame)
+
+    def ledger(self) -> SealedLedger:
+        records = tuple(sorted(self.records.values(), key=lambda record: record.index))
+        return SealedLedger(
+            session_id=self.session_id,
+            records=records,
+            delivered=frozenset(self.marks[FrameKind.DELIVERED]),
+            superseded=frozenset(self.marks[FrameKind.SUPERSEDED]),
+            holes=(*self.holes, *(hole for record in records for hole in record.holes)),
+        )
 
     def lose(self, call_id: str | None, why: str) -> None:
         self.holes.append(Hole(HoleKind.LOST_RECORD, call_id, why))
@@ -334,7 +286,27 @@ class _Rebuilt:
             self.lose(None, f"the session was sealed with {sealed} calls, the log holds {len(self.records)}")
 
 
+@dataclass(frozen=True, slots=True)
+class SessionLog:
+    """A log read back."""
+
+    ledger: SealedLedger
+    sealed: bool
+    """False: the session was not closed when the log ended, or the log was cut."""
+    asked: tuple[Frame, ...]
+
+    def conversations(self) -> dict[str, Conversation]:
+        """call_id -> what it was asked; a call that was recorded without is not there. Raises CaptureError."""
+        with boundary(CaptureError, f"reading the messages of session {self.ledger.session_id}"):
+            return conversation.decode((frame.header, frame.body) for frame in self.asked)
+
+
 def rebuild(directory: Path) -> SealedLedger:
+    """The ledger of ``read``."""
+    return read(directory).ledger
+
+
+def read(directory: Path) -> SessionLog:
     """Read a session's log back; arrays are bit-identical to what was appended.
 
     A torn last frame (the process was killed while writing) is cut off cleanly. A frame that is corrupt is a
@@ -345,16 +317,9 @@ def rebuild(directory: Path) -> SealedLedger:
     """
     state = _Rebuilt(directory.name, {}, {FrameKind.DELIVERED: set(), FrameKind.SUPERSEDED: set()}, [])
     with boundary(CaptureError, f"reading the session log in {directory}"):
-        for frame in _frames((directory / FILE_NAME).read_bytes()):
+        for frame in frames((directory / FILE_NAME).read_bytes()):
             if frame is None:
                 state.lose(None, "a frame of the session log is corrupt")
             else:
                 state.take(frame)
-    records = tuple(sorted(state.records.values(), key=lambda record: record.index))
-    return SealedLedger(
-        session_id=state.session_id,
-        records=records,
-        delivered=frozenset(state.marks[FrameKind.DELIVERED]),
-        superseded=frozenset(state.marks[FrameKind.SUPERSEDED]),
-        holes=(*state.holes, *(hole for record in records for hole in record.holes)),
-    )
+    return SessionLog(state.ledger(), state.sealed, tuple(state.asked))

@@ -327,6 +327,8 @@ class Trajectory:
     """Sum over delivered, valid calls of trained kinds: equals the sum of ``trainable_tokens`` over chains."""
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     """call_id -> why its tokens do not train (undelivered, superseded, kind, hole)."""
+    policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What decided it (``delivery``, ``trained_kinds``, ``seed``), as JSON: it can be built again, and checked."""
 
     @property
     def main(self) -> Chain | None:

@@ -309,7 +309,7 @@ class Session:
         """Record first, then let the reply go. A lost record is a hole of the session, never a lost answer."""
         try:
             with boundary(CaptureError, f"recording {attempt.call_id}"):
-                await self._ledger.append(self._record(attempt, ask, reply))
+                await self._ledger.append(self._record(attempt, ask, reply), ask.request)
         except CaptureError as error:
             self._lose(attempt, error)
             attempt.commit(recorded=False)
