@@ -84,6 +84,16 @@ def test_the_root_for_gym_is_printed_and_holds_the_servers(capsys: pytest.Captur
     assert (printed / "resources_servers" / "polar" / "app.py").is_file()
 
 
+def test_this_environment_is_linked_for_gym_s_servers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["gym-root", "--venvs", "venvs"]) == 0
+    assert capsys.readouterr().out == f"{ROOT}\n"
+    links = sorted(tmp_path.glob("venvs/*/*/.venv"))
+    assert [link.readlink() for link in links] == [Path(sys.prefix)] * 3
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "sglang"], ["dataset"]])
 def test_what_is_no_command_is_refused_with_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]):
     with pytest.raises(SystemExit) as stopped:

@@ -41,7 +41,7 @@ def test_a_harness_of_one_s_own_is_named_by_its_path():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("claude", "unknown harness 'claude'; known: claude_code, codex, pi, mini_swe_agent, shell, or module:Class"),
+        ("claude", f"unknown harness 'claude'; known: {', '.join(HARNESSES)}, or module:Class"),
         ("no_such_module:X", "No module named"),
         ("gym_helpers:Nothing", "Nothing"),
         (":", "cannot be imported"),

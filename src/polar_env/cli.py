@@ -1,4 +1,4 @@
-"""polar: demo | rollout | dataset | check | config | gym-root."""
+"""polar: demo | rollout | proxy | harness | rebuild | dataset | check | config | gym-root."""
 
 import argparse
 import asyncio
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     single.add_argument("--harness", help="the harness (default: the configuration's)")
     single.add_argument("--index", type=int, default=0, help="index in its group")
     _line_options(single)
+    _standalone(commands)
     dataset = _command(commands, "dataset", _dataset, "write task rows for Gym and NeMo-RL as JSONL")
     dataset.add_argument("--harness", help="stamp rows with a harness, or write one per harness (commas)")
     dataset.add_argument("--embed", action="store_true", help="carry whole task rows: the server then needs no data")
@@ -49,8 +50,30 @@ def _parser() -> argparse.ArgumentParser:
     _line_options(dataset)
     _line_options(_command(commands, "check", _check, "prove the engine gives ids and log-probs, or say why not"))
     _line_options(_command(commands, "config", _config, "print the configuration as composed"))
-    _command(commands, "gym-root", _gym_root, "print the directory for NEMO_GYM_EXTRA_ROOTS")
+    root = _command(commands, "gym-root", _gym_root, "print the directory for NEMO_GYM_EXTRA_ROOTS")
+    root.add_argument("--venvs", type=Path, help="link this environment there for each server (Gym's ++uv_venv_dir)")
     return parser
+
+
+def _standalone(commands: Any) -> None:
+    """Parts of the line on their own."""
+    alone = _command(commands, "proxy", _proxy, "serve the proxy on this machine until SIGINT or SIGTERM")
+    alone.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
+    alone.add_argument("--session", action="append", help="open a session of this name; may be repeated")
+    alone.add_argument("--harness", default="shell", help="whose marks tell calls apart (default: those of several)")
+    _engine_options(alone)
+    harness = commands.add_parser("harness", help="list the harnesses, or try one", description="List or try harnesses")
+    actions = harness.add_subparsers(required=True, metavar="list|run")
+    listed = _command(actions, "list", _harness_list, "print each harness's version and wire API, and if it is here")
+    listed.add_argument("overrides", nargs="*", help="hydra overrides, e.g. store.cache=/node-local/polar")
+    tried = _command(actions, "run", _harness_run, "run one harness once in a sandbox and print what it did")
+    tried.add_argument("harness", metavar="NAME", help="a name of `polar harness list`, or module:Class")
+    tried.add_argument("--prompt", help="what to ask it (not graded), instead of a --task")
+    tried.add_argument("--repo", type=Path, help="with --prompt: the folder it works on, shown copy-on-write")
+    _line_options(tried)
+    back = _command(commands, "rebuild", _rebuild, "print what a session's durable log holds")
+    back.add_argument("directory", type=Path, help="the session's folder under store.sessions")
+    back.add_argument("overrides", nargs="*", help="hydra overrides, e.g. trajectory.delivery=longest")
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -62,6 +85,10 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
 def _line_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="task id, or several with commas")
     parser.add_argument("--data", help="task rows: parquet, JSONL or folder, hub:NAME, or embedded")
+    _engine_options(parser)
+
+
+def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("scripted", "vllm"), help="default: scripted for demo, else vllm")
     parser.add_argument("--model-url", help="the engine's base URL, or several with commas")
     parser.add_argument("overrides", nargs="*", help="hydra overrides, e.g. proxy.max_calls=50 budget.agent=600")
@@ -69,16 +96,16 @@ def _line_options(parser: argparse.ArgumentParser) -> None:
 
 def _settings(arguments: argparse.Namespace, engine: str) -> PolarConfig:
     """conf/ plus the flags. POLAR_CACHE moves the cache, as CI and clusters need."""
-    overrides = [f"engine={arguments.engine or engine}"]
+    overrides = [f"engine={getattr(arguments, 'engine', None) or engine}"]
     harnesses = _names(getattr(arguments, "harness", None))
     for name in harnesses:
         harness_class(name)
     if len(harnesses) == 1:
         overrides.append(override("harness.name", harnesses[0]))
-    if arguments.data:
-        overrides.append(override("data", arguments.data))
-    if arguments.model_url:
-        overrides.append(override("engine.base_urls", _names(arguments.model_url)))
+    if data := getattr(arguments, "data", None):
+        overrides.append(override("data", data))
+    if urls := _names(getattr(arguments, "model_url", None)):
+        overrides.append(override("engine.base_urls", urls))
     if cache := environment("POLAR_CACHE"):
         overrides.append(override("store.cache", cache))
     return compose([*overrides, *arguments.overrides])
@@ -122,6 +149,43 @@ async def _one(config: PolarConfig, arguments: argparse.Namespace) -> dict[str, 
     return rows.row(result, {"input": task.instruction}, model="policy", max_tokens=config.trajectory.max_tokens)
 
 
+def _proxy(arguments: argparse.Namespace) -> int:
+    from polar_env import standalone
+
+    if len(_names(arguments.harness)) > 1:
+        raise ConfigError("polar proxy tells calls apart by the marks of one --harness")
+    names = arguments.session or ["session"]
+    asyncio.run(standalone.serve(_settings(arguments, "vllm"), names, arguments.port, _say))
+    return 0
+
+
+def _harness_list(arguments: argparse.Namespace) -> int:
+    from polar_env import standalone
+
+    print(standalone.catalogue(_settings(arguments, "vllm").store.cache))
+    return 0
+
+
+def _harness_run(arguments: argparse.Namespace) -> int:
+    from polar_env import standalone
+
+    if len(_names(arguments.harness)) > 1:
+        raise ConfigError("polar harness run tries one harness; polar demo runs groups of several")
+    trial = standalone.Trial(arguments.task or "", arguments.prompt or "", arguments.repo)
+    return asyncio.run(standalone.try_harness(_settings(arguments, "vllm"), trial, _say))
+
+
+def _rebuild(arguments: argparse.Namespace) -> int:
+    from polar_env import standalone
+
+    print(standalone.describe(arguments.directory, _settings(arguments, "vllm")))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _dataset(arguments: argparse.Namespace) -> int:
     from polar_env.gym import dataset
     from polar_env.tasks import rows as task_rows
@@ -161,6 +225,10 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _gym_root(_: argparse.Namespace) -> int:
+def _gym_root(arguments: argparse.Namespace) -> int:
+    if arguments.venvs:
+        from polar_env.gym.launch import link_venvs
+
+        link_venvs(arguments.venvs.resolve())
     print(ROOT)
     return 0

@@ -84,7 +84,8 @@ def scratch() -> Iterator[Path]:
 @pytest.fixture
 def env(scratch: Path) -> dict[str, str]:
     """A user's shell: our bin first, and the root that `polar gym-root` prints."""
-    root = subprocess.run([BIN / "polar", "gym-root"], capture_output=True, text=True, check=True).stdout.strip()
+    command = [BIN / "polar", "gym-root", "--venvs", scratch / "venvs"]
+    root = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -109,7 +110,7 @@ def started(env: dict[str, str], scratch: Path, *overrides: str) -> Iterator[tup
         head = launch.free_port()
         places = (
             "++skip_venv_if_present=true",
-            f"++uv_venv_dir={launch.link_venvs(scratch / 'venvs')}",
+            f"++uv_venv_dir={scratch / 'venvs'}",
             f"++head_server.port={head}",
             "++port_range_low=5000",
             "++port_range_high=5999",
