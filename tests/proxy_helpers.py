@@ -121,10 +121,10 @@ class GatedLog(SegmentLog):
     gate: asyncio.Event
     reached: asyncio.Event
 
-    async def write(self, record: CallRecord) -> None:
+    async def write(self, record: CallRecord, request: ModelRequest | None = None) -> None:
         self.reached.set()
         await self.gate.wait()
-        await super().write(record)
+        await super().write(record, request)
 
 
 # --- a wire API -------------------------------------------------------------------------------------------------

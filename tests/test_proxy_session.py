@@ -297,7 +297,7 @@ async def test_a_busy_engine_is_never_a_dead_one() -> None:
 
 async def test_a_lost_record_outranks_every_other_ending(tmp_path) -> None:
     class Forgetful(Ledger):
-        async def append(self, record) -> None:
+        async def append(self, record, request=None) -> None:
             raise CaptureError("the disk is gone")
 
     async with opened(PlayedEngine(), Forgetful("s"), max_calls=1) as session:
@@ -312,7 +312,7 @@ async def test_a_lost_record_outranks_every_other_ending(tmp_path) -> None:
 
 async def test_a_foreign_failure_of_the_ledger_is_a_lost_record_too() -> None:
     class Broken(Ledger):
-        async def append(self, record) -> None:
+        async def append(self, record, request=None) -> None:
             raise OSError("no space left")
 
     async with opened(PlayedEngine(), Broken("s")) as session:
