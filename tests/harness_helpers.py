@@ -101,6 +101,21 @@ def noisy(scene: scripts.Scene) -> scripts.Turn:
     return scripts.Turn("Once more.", (scene.shell(f"seq {scene.step} 4000"),))
 
 
+def whole_file(scene: scripts.Scene) -> scripts.Turn:
+    """Aider's way to edit: the answer names the file and gives all of it in a fence."""
+    return scripts.Turn(f"The greeting is spelt right now.\n\nhello.py\n```\n{FIXED}```\n")
+
+
+def edits_nothing_there(scene: scripts.Scene) -> scripts.Turn:
+    """An edit (``--edit-format diff``) of words the file does not have: Aider says so and asks again."""
+    lines = ("hello.py", "```python", "<<<<<<< SEARCH", "nowhere()", "=======", "here()", ">>>>>>> REPLACE", "```")
+    return scripts.Turn("\n".join(lines))
+
+
+for _script in (whole_file, edits_nothing_there):
+    vars(_script)["without_tools"] = True
+
+
 @asynccontextmanager
 async def proxy_with(**config: Any) -> AsyncGenerator[ProxyServer]:
     """The real proxy on the scripted engine with its real tokenizer."""

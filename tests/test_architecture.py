@@ -74,7 +74,8 @@ TABLE = (
     Row("gym.environment", 6, (*FACTS, *MIDDLE, "grade.*", "rollout", "workers", "gym", "gym.rows", "gym.contract")),
     Row("gym.*", 6, (*FACTS, "config", "rollout", "workers", "tasks", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "rollout", "tasks", "tasks.*", "gym", "gym.*")),
-    Row("cli", 6, (*FACTS, "config", "tasks", "tasks.*", "rollout", "workers", "gym", "gym.*", "demo")),
+    Row("standalone", 6, (*FACTS, *MIDDLE, "proxy.session", "harness", "rollout")),
+    Row("cli", 6, (*FACTS, "config", "tasks", "tasks.*", "rollout", "workers", "gym", "gym.*", "demo", "standalone")),
 )
 """Who may import whom. The first row that fits a module counts; a row names only rows above it and its own room."""
 

@@ -26,7 +26,8 @@ NeMo Gym, and the command line goes through the same two.
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       workers.py             (planned) rollouts spread over Ray actors
       demo.py                the main job: a group per harness through NeMo Gym, and its table
-      cli.py                 polar demo | rollout | dataset | check | config | gym-root
+      standalone.py          the proxy alone, one harness on any endpoint, a log read back
+      cli.py                 polar demo | rollout | proxy | harness | rebuild | dataset | check | config | gym-root
       testing.py             (planned) shipped fakes and conformance checks
       proxy/                 model calls in, committed call records out
         sse.py               server-sent events: any chunking of bytes gives the same events
@@ -51,12 +52,18 @@ NeMo Gym, and the command line goes through the same two.
         tokenizer.py         tokenizer and template from a folder: messages and tools in, ids out
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store
+        pythons.py           an interpreter for harnesses that do not run on ours
         reading.py           event streams and request marks
         quiet.py             keeps an event stream short enough to read its ending
         claude_code.py       Claude Code
         codex.py             Codex CLI
         pi.py                Pi
+        qwen_code.py         Qwen Code
+        opencode.py          opencode
+        gemini_cli.py        Gemini CLI
         mini_swe_agent.py    mini-swe-agent
+        openhands.py         OpenHands SDK
+        aider.py             Aider
         shell.py             any other command
       sandbox/               where a harness and a test run happen
         bubblewrap.py        NeMo Gym sandbox provider: no daemon, no image, no root

@@ -18,7 +18,7 @@ from polar_env.types import Sampling
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; a PolarError is printed as one sentence, and the exit code is 2 (130 after Ctrl-C)."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
         return int(arguments.run(arguments))
@@ -27,6 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may stand anywhere (argparse alone takes them in one place only)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,6 +53,8 @@ class RolloutJob:
     index: int = 0
     model: str = "policy"
     """Model name the harness is told: part of its prompt in some CLIs, so the same for a whole group."""
+    prepared: Prepared | None = None
+    """A repository that is no dataset's task, to try a harness on: played as it is and not graded."""
 
 
 @dataclass(slots=True)
@@ -149,14 +151,15 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
     name = re.sub(r"[^\w.-]", "_", job.task.task_id)  # it names a folder
     session_id = f"{name}.{job.index}.{uuid.uuid4().hex[:12]}"
     ending = _Ending()
-    async with SegmentLog(_session_dir(config, session_id), messages=config.store.messages) as log:
+    async with SegmentLog(session_dir(config, session_id), messages=config.store.messages) as log:
         session = _open_session(job, harness, proxy, config, Ledger(session_id, log))
         try:
             await _live(job, harness, session, proxy, config, ending)
         finally:
             sealed = await asyncio.shield(session.close())
     outcome, detail = _outcome(ending, session, sealed, harness)
-    verdict = None if outcome in INFRASTRUCTURE else await _grade(ending, config)
+    ungraded = outcome in INFRASTRUCTURE or job.prepared is not None
+    verdict = None if ungraded else await _grade(ending, config)
     if ending.error is not None:  # also one that came with the grading
         outcome, detail = ending.error.outcome, str(ending.error)
     decision = decide(outcome, verdict, sealed.complete, config.reward)
@@ -175,7 +178,8 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
     )
 
 
-def _session_dir(config: PolarConfig, session_id: str) -> Path:
+def session_dir(config: PolarConfig, session_id: str) -> Path:
+    """Where a session's durable log is kept."""
     return config.store.sessions.expanduser() / session_id
 
 
@@ -231,7 +235,7 @@ async def _start(
     """CLI installed, task prepared, sandbox up, and the model reachable from inside it and from nowhere else."""
     store = config.store.cache.expanduser()
     mounts = await _install(harness, store)
-    ending.prepared = await prepare(job.task, store, sandbox=config.sandbox)
+    ending.prepared = job.prepared or await prepare(job.task, store, sandbox=config.sandbox)
     sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
     if (
         ending.prepared.repo is None

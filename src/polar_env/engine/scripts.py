@@ -3,7 +3,8 @@
 A script is a pure function of its ``Scene``. It keeps nothing between calls: where it stands is counted from the
 conversation itself, so that a retried request gets the same answer and one engine serves every session.
 
-Choose by name (``SCRIPTS``) or by dotted path ``package.module:callable`` for a policy of your own.
+Choose by name (``SCRIPTS``) or by dotted path ``package.module:callable`` for a policy of your own. One that has the
+attribute ``without_tools`` is also asked when a harness offers no tools (Aider).
 """
 
 import importlib
@@ -26,6 +27,9 @@ SHELLS = (
     "terminal",
 )
 """Shell tools by lower-case name: Claude Code ``Bash``, Codex ``exec_command`` or ``shell``, Pi and mini ``bash`` …"""
+
+EDITORS = ("edit", "str_replace", "replace")
+"""Tools that replace text in a file: Claude Code, Pi, Qwen Code and opencode ``edit``, Gemini CLI ``replace``."""
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """mini-swe-agent ends when exactly this is run as a tool call (its own interface, version 2.4)."""
@@ -143,7 +147,8 @@ def play(name: str, request: ModelRequest, session: Session) -> Turn:
         EngineError: unknown script, no shell tool, no gold patch, or a user's script that failed.
     """
     script = resolve(name)
-    if not request.tools or request.tool_choice == "none" or _wants_words(request):
+    wordy = getattr(script, "without_tools", False)
+    if (not request.tools and not wordy) or request.tool_choice == "none" or _wants_words(request):
         return Turn(_words(request))
     scene = Scene(request, session, step_of(request.messages))
     with boundary(EngineError, f"playing the script {name!r}"):
@@ -158,7 +163,7 @@ def _wants_words(request: ModelRequest) -> bool:
 def _words(request: ModelRequest) -> str:
     """A side call's answer: a summary where one is asked for, else a line that serves as a title."""
     asked = " ".join(text_of(message) for message in request.messages[-1:]).lower()
-    if "summar" in asked or "compact" in asked:
+    if any(word in asked for word in ("summar", "compact", "snapshot")):
         return "<summary>\nThe task is being worked on; nothing else needs to be kept.\n</summary>"
     return "Fix the reported problem"
 
@@ -277,13 +282,13 @@ def edit_tool(scene: Scene) -> Turn:
 
 def _edits(scene: Scene) -> list[tuple[Call, ...]] | None:
     """The turns that edit, or ``None`` when no edit tool is offered."""
-    patcher, editor, writer = scene.tool("apply_patch"), scene.tool("edit", "str_replace"), scene.tool("write")
+    patcher, editor, writer = scene.tool("apply_patch"), scene.tool(*EDITORS), scene.tool("write", "write_file")
     if patcher is not None:
         return [(call(patcher, {"input": envelope(scene.gold)}),)]
     if editor is None:
         return None
     root = _root(scene)
-    reader = scene.tool("read")
+    reader = scene.tool("read", "read_file")
     turns = [] if reader is None else [_reads(reader, root, scene.gold)]
     for file in scene.gold:
         path = f"{root}/{file.path}"
@@ -315,12 +320,13 @@ def _write(tool: ToolSpec, path: str, content: str) -> Call:
 
 
 def _edit(tool: ToolSpec, path: str, old: str, new: str) -> Call:
-    """One replacement, in the words of the tool at hand: ``old_string``, ``oldText`` or a list of ``edits``."""
+    """One replacement, in the words of the tool at hand: ``old_string``, ``oldString``, ``oldText`` or a list of ``edits``."""
     wanted = _properties(tool)
     if "edits" in wanted:
         return call(tool, {_path_key(tool): path, "edits": [{"oldText": old, "newText": new}]})
-    names = ("old_string", "new_string") if "old_string" in wanted else ("oldText", "newText")
-    return call(tool, {_path_key(tool): path, names[0]: old, names[1]: new})
+    pairs = (("old_string", "new_string"), ("oldString", "newString"), ("oldText", "newText"))
+    before, after = next((pair for pair in pairs if pair[0] in wanted), pairs[-1])
+    return call(tool, {_path_key(tool): path, before: old, after: new})
 
 
 def envelope(files: tuple[patches.FilePatch, ...]) -> str:

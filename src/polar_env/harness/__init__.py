@@ -15,7 +15,12 @@ HARNESSES: dict[str, str] = {
     "claude_code": "polar_env.harness.claude_code:ClaudeCode",
     "codex": "polar_env.harness.codex:Codex",
     "pi": "polar_env.harness.pi:Pi",
+    "qwen_code": "polar_env.harness.qwen_code:QwenCode",
+    "opencode": "polar_env.harness.opencode:Opencode",
+    "gemini_cli": "polar_env.harness.gemini_cli:GeminiCli",
     "mini_swe_agent": "polar_env.harness.mini_swe_agent:MiniSweAgent",
+    "openhands": "polar_env.harness.openhands:OpenHands",
+    "aider": "polar_env.harness.aider:Aider",
     "shell": "polar_env.harness.shell:Shell",
 }
 """Harness name (config ``harness.name``) -> dotted path of a class built as ``cls(config: HarnessConfig)``."""

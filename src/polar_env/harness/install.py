@@ -195,28 +195,47 @@ def _link(prefix: Path, package: str, program: str, binary: tuple[str, ...]) -> 
 # --- Python -----------------------------------------------------------------------------------------------------
 
 
-def python_mount() -> Mount:
-    """The base interpreter of this process, for harnesses that are Python packages."""
-    return Mount(Path(sys.base_prefix), f"{OPT}/python")
+def python_mount(prefix: str | Path = sys.base_prefix) -> Mount:
+    """A base interpreter (default: that of this process), for harnesses that are Python packages."""
+    return Mount(Path(prefix), f"{OPT}/python")
 
 
-def _uv() -> str | None:
+def uv_program() -> str | None:
+    """uv beside our interpreter, or on PATH."""
     beside = Path(sys.executable).parent / "uv"
     return str(beside) if beside.is_file() else shutil.which("uv")
 
 
-async def install_python(store: Path, label: str, requirement: str) -> Path:
-    """Install ``requirement`` as ``store/harness/<label>-cpXY/site``, to be put on the path of ``PYTHON``.
+async def install_python(
+    store: Path,
+    label: str,
+    *requirements: str,
+    binary: str = sys.executable,
+    minor: int = sys.version_info.minor,
+) -> Path:
+    """Install ``requirements`` as ``store/harness/<label>-cpXY/site``, to be put on the path of an interpreter.
 
     It is a plain directory of packages and not a virtual environment, whose scripts and links name host paths.
-    Bytecode is compiled now: the sandbox sees the directory read-only.
+    Bytecode is compiled now: the sandbox sees the directory read-only. ``run`` beside it starts the interpreter where
+    ``python_mount`` shows it, isolated, without any packages of its own.
+
+    Args:
+        binary: the interpreter to install for (default: ours), whose version is 3.``minor``.
     """
-    uv = _uv()
-    tool = (uv, "pip", "install", "--python", sys.executable, "--compile-bytecode", "--link-mode=copy", "--quiet")
-    pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
+    uv = uv_program()
+    tool = (uv, "pip", "install", "--python", binary, "--compile-bytecode", "--link-mode=copy", "--quiet")
+    pip = (binary, "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
 
     async def build(partial: Path) -> None:
-        argv = (*(tool if uv else pip), "--target", str(partial / "site"), requirement)
-        await run([str(part) for part in argv], f"installing {requirement}", _build_env())
+        argv = (*(tool if uv else pip), "--target", str(partial / "site"), *requirements)
+        await run([str(part) for part in argv], f"installing {', '.join(requirements)}", _build_env())
+        await asyncio.to_thread((partial / "run").write_text, _RUN.format(minor=minor), encoding="utf-8")
 
-    return await once(store, f"{label}-cp{sys.version_info.major}{sys.version_info.minor}", build)
+    return await once(store, f"{label}-cp3{minor}", build)
+
+
+_RUN = f"""\
+# -I: no PYTHON* variable or user directory; -S: none of the base interpreter's own packages. The interpreter may be
+# linked to a shared libpython whose own search path names the host's directory.
+LD_LIBRARY_PATH={OPT}/python/lib exec {OPT}/python/bin/python3.{{minor}} -I -S "$@"
+"""

@@ -1,0 +1,250 @@
+"""Parts of the line on their own: the proxy for clients of one's own, one harness on any endpoint, a log read back.
+
+Everything here returns or says lines of text; the command line prints them. A session's key is said once, on standard
+output, and is in no log.
+"""
+
+import asyncio
+import re
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from polar_env import engine as engine_room
+from polar_env.capture import Ledger, SegmentLog, rebuild
+from polar_env.config import HarnessConfig, PolarConfig
+from polar_env.errors import ConfigError
+from polar_env.harness import HARNESSES
+from polar_env.proxy.server import ProxyServer
+from polar_env.proxy.session import Classify, Session, policy
+from polar_env.rollout import RolloutJob, harness_class, make_harness, open_proxy, rollout, session_dir
+from polar_env.tasks import Prepared, Task
+from polar_env.tasks import rows as task_rows
+from polar_env.trajectory import build
+from polar_env.types import Outcome, RolloutResult, SealedLedger, Trajectory, Verdict
+
+HOST = "127.0.0.1"
+"""Only this machine can reach a standalone proxy: its key travels in the clear."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+Say = Callable[[str], None]
+
+
+# --- the proxy alone --------------------------------------------------------------------------------------------
+
+
+async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) -> None:
+    """Serve a session per name until SIGINT or SIGTERM, then seal them.
+
+    Says ``session=… base_url=… key=…`` for each when they can be used, and ``session=… calls=… chains=…
+    trainable_tokens=… holes=… log=…`` when they are sealed.
+
+    Raises:
+        ConfigError: the names or the port cannot be had. EngineError: the engine does not pass its check.
+    """
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two sessions are named {min(repeated)!r}: give each its own --session name")
+    classify = make_harness(_marks(config.harness)).classify
+    sealed: list[tuple[str, SealedLedger, Outcome | None]] = []
+    async with AsyncExitStack() as stack:
+        sock = stack.enter_context(_listening(port))
+        proxy = await stack.enter_async_context(open_proxy(config))
+        stopped = await stack.enter_async_context(_until_stopped())
+        sessions: dict[str, Session] = {}
+        for number, name in enumerate(names):
+            sessions[name] = await stack.enter_async_context(_session(config, proxy, classify, name, number))
+        await stack.enter_async_context(proxy.listen(sock))
+        for name, session in sessions.items():
+            say(f"session={name} base_url=http://{HOST}:{sock.getsockname()[1]} key={session.key}")
+        await stopped.wait()
+        for name, session in sessions.items():
+            sealed.append((name, await session.close(), session.outcome))
+    for name, ledger, outcome in sealed:
+        say(_summary(config, name, ledger, outcome))
+
+
+def _marks(config: HarnessConfig) -> HarnessConfig:
+    """The harness whose request marks tell calls apart; ``shell``, whose command nobody runs here, knows several."""
+    return config if config.name != "shell" else config.model_copy(update={"command": ("true",)})
+
+
+def _listening(port: int) -> socket.socket:
+    """Bound before the engine is asked: a port that is taken is told at once."""
+    sock = socket.socket()
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(f"port {port} cannot be used ({error}); name another --port, or 0 for any") from error
+    return sock
+
+
+@asynccontextmanager
+async def _until_stopped() -> AsyncGenerator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the next one is the process's own again."""
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def release() -> None:
+        for each in STOPS:
+            loop.remove_signal_handler(each)
+
+    def stop() -> None:
+        release()
+        stopped.set()
+
+    for each in STOPS:
+        loop.add_signal_handler(each, stop)
+    try:
+        yield stopped
+    finally:
+        release()
+
+
+@asynccontextmanager
+async def _session(
+    config: PolarConfig, proxy: ProxyServer, classify: Classify, name: str, number: int
+) -> AsyncGenerator[Session]:
+    """An open session with a durable log of its own, sealed at the end."""
+    folder = re.sub(r"[^\w.-]", "_", name)
+    session_id = f"{folder}.{uuid.uuid4().hex[:12]}"
+    script = config.engine.scripts[number % len(config.engine.scripts)] if config.engine.kind == "scripted" else ""
+    async with SegmentLog(session_dir(config, session_id), messages=config.store.messages) as log:
+        session = proxy.open(
+            session_id=session_id,
+            ledger=Ledger(session_id, log),
+            engine_session=engine_room.Session(session_id=session_id, harness=config.harness.name, script=script),
+            classify=classify,
+        )
+        try:
+            yield session
+        finally:
+            await asyncio.shield(session.close())
+
+
+def _summary(config: PolarConfig, name: str, ledger: SealedLedger, outcome: Outcome | None) -> str:
+    trajectory = build(ledger, config.trajectory)
+    trainable = sum(chain.trainable_tokens for chain in trajectory.chains)
+    ending = "" if outcome is None else f" outcome={outcome.value}"
+    return (
+        f"session={name} calls={len(ledger.records)} chains={len(trajectory.chains)} trainable_tokens={trainable} "
+        f"holes={len(ledger.holes)}{ending} log={session_dir(config, ledger.session_id)}"
+    )
+
+
+# --- harnesses --------------------------------------------------------------------------------------------------
+
+
+def catalogue(store: Path) -> str:
+    """A table of the harnesses: name, pinned version, wire API, and whether ``store`` has that version."""
+    lines = [("harness", "version", "wire API", "installed")]
+    for name in HARNESSES:
+        made = harness_class(name)
+        version = str(getattr(sys.modules[made.__module__], "VERSION", ""))
+        found = bool(version) and any((store.expanduser() / "harness").glob(f"{name}-{version}*"))
+        state = ("yes" if found else "no: at its first rollout") if version else "nothing to install"
+        lines.append((name, version or "-", str(getattr(made, "wire", "")), state))
+    return table(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What to try a harness on: a task of ``data``, or a prompt in a copy of ``repo`` (default: an empty folder)."""
+
+    task: str = ""
+    prompt: str = ""
+    repo: Path | None = None
+
+
+async def try_harness(config: PolarConfig, trial: Trial, say: Say) -> int:
+    """Run the configured harness once in a sandbox and say how it went; 0 when it completed, else 1.
+
+    Raises:
+        ConfigError: there is nothing to try it on. EngineError: the engine does not pass its check.
+    """
+    with tempfile.TemporaryDirectory(prefix="polar-try-") as empty:
+        task, prepared = _subject(config, trial, Path(empty))
+        async with open_proxy(config) as proxy:
+            job = RolloutJob(task, config.harness, policy(config.proxy, None), prepared=prepared)
+            result = await rollout(job, proxy, config)
+    for line in _told(result, config):
+        say(line)
+    return 0 if result.outcome is Outcome.COMPLETED else 1
+
+
+def _subject(config: PolarConfig, trial: Trial, empty: Path) -> tuple[Task, Prepared | None]:
+    if bool(trial.task) == bool(trial.prompt):
+        raise ConfigError("say what to try the harness on: either --task ID or --prompt TEXT [--repo DIR]")
+    if trial.task:
+        return task_rows.load(config.data, (trial.task,))[0], None
+    repo = (trial.repo or empty).expanduser().resolve()
+    if not repo.is_dir():
+        raise ConfigError(f"--repo {repo} is no directory")
+    task = Task("prompt", trial.prompt, row={})
+    return task, Prepared(task, base_commit="", repo=repo, env=None, git_dir=None)
+
+
+def _told(result: RolloutResult, config: PolarConfig) -> Iterator[str]:
+    yield f"outcome   {result.outcome.value}{': ' if result.detail else ''}{result.detail}"
+    if result.verdict is not None:
+        yield f"verdict   {_verdict(result.verdict)}, reward {result.decision.reward:g}"
+    yield f"seconds   {', '.join(f'{name} {value:.1f}' for name, value in result.seconds.items())}"
+    yield f"log       {session_dir(config, result.ledger.session_id)}"
+    yield from _captured(result.ledger, result.trajectory)
+    yield ""
+    yield result.patch.decode("utf-8", "replace") if result.patch else "no change in the repository"
+
+
+def _verdict(verdict: Verdict) -> str:
+    counts = zip(("fail-to-pass", "pass-to-pass"), (verdict.fail_to_pass, verdict.pass_to_pass), strict=True)
+    return f"{verdict.status.value} ({', '.join(f'{name} {done}/{of}' for name, (done, of) in counts)})"
+
+
+# --- what was captured ------------------------------------------------------------------------------------------
+
+
+def describe(directory: Path, config: PolarConfig) -> str:
+    """What a session's durable log holds, rebuilt from its bytes. Raises CaptureError: there is no readable log."""
+    ledger = rebuild(directory.expanduser().resolve())
+    return "\n".join(_captured(ledger, build(ledger, config.trajectory))).lstrip("\n")
+
+
+def _captured(ledger: SealedLedger, trajectory: Trajectory) -> Iterator[str]:
+    """Tables of the calls and of the chains they form, and the holes."""
+    calls = [("call", "kind", "thread", "wire", "prompt", "sampled", "stop", "seconds", "trained")]
+    for record in ledger.records:
+        calls.append(
+            (
+                str(record.index),
+                record.kind.value,
+                record.thread or "-",
+                record.wire.value,
+                str(len(record.prompt_ids)),
+                str(len(record.sampled_ids)),
+                record.turn.stop.value,
+                f"{record.ended - record.started:.1f}",
+                f"no: {reason}" if (reason := trajectory.left_out.get(record.call_id)) else "yes",
+            )
+        )
+    yield from ("", table(calls), "")
+    chains = [("chain", "kind", "calls", "trainable", "tokens", "delivered")]
+    for number, chain in enumerate(trajectory.chains):
+        calls_of, trainable, total = str(len(chain.turns)), str(chain.trainable_tokens), str(chain.total_tokens)
+        delivered = "yes" if number == trajectory.delivered else "no"
+        chains.append((str(number), chain.kind.value, calls_of, trainable, total, delivered))
+    yield table(chains)
+    yield from (f"hole: {hole.kind.value} {hole.call_id or ''} {hole.detail}" for hole in ledger.holes)
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = (zip(cells, widths, strict=True) for cells in lines)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in rows)
