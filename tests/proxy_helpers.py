@@ -338,6 +338,7 @@ def open_session(
     ledger: Ledger,
     sampling: Sampling | None = None,
     classify: Classify = classify,
+    **more: Any,
 ) -> Session:
     return proxy.open(
         session_id=session_id,
@@ -345,6 +346,7 @@ def open_session(
         engine_session=EngineSession(session_id=session_id),
         classify=classify,
         sampling=sampling,
+        **more,
     )
 
 
@@ -355,6 +357,8 @@ async def stage(
     log: SegmentLog | None = None,
     dialects: tuple[str, ...] = PLAIN,
     sampling: Sampling | None = None,
+    max_turns: int | None = None,
+    volatile: Iterable[tuple[str, str, str]] = (),
     **config: Any,
 ) -> AsyncGenerator[Stage]:
     """A proxy with one session ``s`` and a client, all on loopback. ``config`` sets ProxyConfig fields."""
@@ -367,7 +371,8 @@ async def stage(
         proxy.listen(sock),
         aiohttp.ClientSession(connector=connector) as http,
     ):
-        session = open_session(proxy, "s", ledger, sampling, arrivals.classify)
+        limits = {"max_turns": max_turns, "volatile": volatile}
+        session = open_session(proxy, "s", ledger, sampling, arrivals.classify, **limits)
         here = Stage(proxy, session, ledger, arrivals, port, http)
         try:
             yield here
