@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,10 @@ def job(config: PolarConfig, index: int = 0) -> RolloutJob:
     return RolloutJob(task, config.harness, Sampling(temperature=1.0, top_p=1.0, max_tokens=1024), index)
 
 
-def left_running() -> list[str]:
-    """Processes under this one that a rollout started: everything but the grader's worker, which serves them all."""
-    return [command for command in below_us().values() if command and "polar_env.grade.report" not in command]
+def left_running(known: Container[int] = ()) -> list[str]:
+    """Processes under this one that are not ``known``, but for the grader's worker, which serves all rollouts."""
+    found = [command for pid, command in below_us().items() if pid not in known]
+    return [command for command in found if command and "polar_env.grade.report" not in command]
 
 
 def below_us() -> dict[int, str]:
@@ -118,11 +119,11 @@ def adopting() -> Iterator[None]:
         prctl(36, 0, 0, 0, 0)
 
 
-def settled(seconds: float = 15.0, spared: str = "nothing") -> list[str]:
+def settled(seconds: float = 15.0, spared: str = "nothing", known: Container[int] = ()) -> list[str]:
     """What is left running once processes that were told to end had the time to; but for names that start so."""
     deadline = time.monotonic() + seconds
     while True:
-        left = [command for command in left_running() if not command.startswith(spared)]
+        left = [command for command in left_running(known) if not command.startswith(spared)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

@@ -52,9 +52,9 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     """After every ending: no process below this one, no mount, no file of ours in the temporary directory."""
     scratch = tmp_path_factory.mktemp("tmp")
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    mounts = census().mounts
+    mounts, running = census().mounts, below_us()
     yield
-    assert left_running() == []
+    assert left_running(running) == []
     assert census().mounts.keys() - mounts.keys() == set()
     assert list(scratch.iterdir()) == []
 

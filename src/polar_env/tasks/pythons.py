@@ -41,14 +41,15 @@ class Interpreter:
 
 
 async def find_python(minor: str) -> Interpreter:
-    """A Python ``minor`` ("3.9"): our own, PATH, pyenv, what uv has, and last what uv can install.
+    """A Python ``minor`` ("3.9"): our own, PATH, beside our own, pyenv, what uv has, and last what uv can install.
 
     Raises:
         ConfigError: none can be had; says how to install one.
     """
     candidates = [Path(sys.base_prefix, "bin", f"python{minor}")]
     candidates += [Path(hit) for hit in [shutil.which(f"python{minor}", path=child_environment().get("PATH"))] if hit]
-    candidates += sorted(Path.home().glob(f".pyenv/versions/{minor}.*/bin/python{minor}"), reverse=True)
+    for versions in (Path(sys.base_prefix).parent, Path.home() / ".pyenv" / "versions"):  # pyenv's, wherever it lives
+        candidates += sorted(versions.glob(f"{minor}.*/bin/python{minor}"), reverse=True)
     for candidate in candidates:
         if candidate.exists() and (found := await _probe(candidate, minor)):
             return found
