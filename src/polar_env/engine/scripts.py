@@ -302,7 +302,7 @@ def _edits(scene: Scene) -> list[tuple[Call, ...]] | None:
 def _root(scene: Scene) -> str:
     """The repository's absolute path, as the first tool result of this script showed it."""
     results = [text_of(message) for message in scene.request.messages if message["role"] == "tool"]
-    lines = [line.strip() for result in results for line in result.splitlines()]
+    lines = [line.removeprefix("Output:").strip() for result in results for line in result.splitlines()]
     return next((line for line in lines if line.startswith("/")), ".")
 
 
@@ -320,7 +320,7 @@ def _write(tool: ToolSpec, path: str, content: str) -> Call:
 
 
 def _edit(tool: ToolSpec, path: str, old: str, new: str) -> Call:
-    """One replacement, in the words of the tool at hand: ``old_string``, ``oldString``, ``oldText`` or a list of ``edits``."""
+    """One replacement, in the words of the tool at hand: two strings by one of three names, or a list of ``edits``."""
     wanted = _properties(tool)
     if "edits" in wanted:
         return call(tool, {_path_key(tool): path, "edits": [{"oldText": old, "newText": new}]})

@@ -71,6 +71,8 @@ OVERFLOW_WORDS = (
     "ran out of room in the model's context window",
     "input exceeds the context window",
     "contextwindowexceeded",
+    "exceeds the maximum number of tokens allowed",
+    "context is too large to send",
 )
 """How the wire APIs and the harnesses say that the context is full (design: harnesses §9, "context too long").
 
@@ -139,6 +141,10 @@ SYSTEM_MARKS: tuple[tuple[str, CallKind], ...] = (
     ("You are a specialized system component responsible for distilling chat history", CallKind.COMPACTION),
     ("You are a title generator", CallKind.SIDE),
     ("You are a general-purpose subagent working for a parent agent", CallKind.SUB_AGENT),
+    ("You are a file search specialist agent", CallKind.SUB_AGENT),
+    ("You are now acting as the managed memory extraction subagent", CallKind.SIDE),
+    ("You are a specialized Task Routing AI", CallKind.SIDE),
+    ("You are a diagnostic agent that determines whether", CallKind.SIDE),
 )
 """First words of the system prompts that harnesses use for calls beside the main line (design: harnesses §10)."""
 

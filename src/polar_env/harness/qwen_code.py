@@ -1,0 +1,127 @@
+"""Qwen Code (OpenAI Chat): launch profile, request marks and event stream.
+
+Its first message holds the day and a tree of the working directory: the rollouts of a group should start on one day.
+What it sends for N turns is N requests; an empty answer, or one with arguments that are not JSON, it asks for once more
+with the same request. It keeps 23,000 tokens of the window free and begins with a prompt of 15,000: in a window of
+40,000 it has no room.
+
+Its own sub-agents run beside the main line and report when they are done. Two of them with word for word the same
+prompt cannot be told apart by anybody who sees their requests.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import HarnessConfig
+from polar_env.errors import HarnessError, boundary
+from polar_env.harness import HOME, Job, Launch, Mount, Report
+from polar_env.harness.install import NODE, OPT, install_npm, node_mount
+from polar_env.harness.quiet import without
+from polar_env.harness.reading import died, failure, flat_text, json_lines, kind_by_system, mapping, string, timeout
+from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
+
+VERSION = "0.24.4"
+SETTINGS_FILE = f"{HOME}/.qwen/settings.json"
+SESSION_ID = "00000000-0000-4000-8000-000000000001"
+"""The same in every rollout: paths derived from it may reach the prompt."""
+TURN_LIMIT_CODE = 53
+"""It ends with this exit code and no final event (design: harnesses §6)."""
+CHATTER = ('^{"type":"user"',)
+"""Tool results, whole."""
+
+
+class QwenCode:
+    """Qwen Code at the version ``config.version`` (default: the pinned one)."""
+
+    name = "qwen_code"
+    wire = WireApi.CHAT
+
+    def __init__(self, config: HarnessConfig) -> None:
+        self._version = config.version or VERSION
+        self._extra = config.extra_args
+
+    async def install(self, store: Path) -> tuple[Mount, ...]:
+        """JavaScript, about 160 MB; brings Node with it into the sandbox."""
+        label, package = f"{self.name}-{self._version}", f"@qwen-code/qwen-code@{self._version}"
+        root = await install_npm(store, label, package, "qwen", ("@qwen-code/qwen-code/cli-entry.js",))
+        await asyncio.to_thread(_make_runnable, root)
+        return (Mount(root, f"{OPT}/{self.name}"), await node_mount())
+
+    def launch(self, job: Job) -> Launch:
+        argv = (
+            *(NODE, f"{OPT}/{self.name}/bin/qwen", "--auth-type", "openai", "--model", job.model, "--yolo"),
+            *("--output-format", "stream-json", "--max-session-turns", str(job.max_turns)),
+            *("--chat-recording", "false", "--session-id", SESSION_ID),
+        )
+        env = {
+            "HOME": HOME,
+            "OPENAI_BASE_URL": f"{job.base_url}/v1",
+            "OPENAI_API_KEY": job.key,
+            "QWEN_USAGE_STATISTICS_ENABLED": "false",
+            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+            "QWEN_DISABLE_AUTO_TITLE": "1",
+        }
+        files = {SETTINGS_FILE: json.dumps(_settings(job)).encode()}
+        argv = without(CHATTER, (*argv, *self._extra))
+        return Launch(argv=argv, env=env, files=files, stdin=job.instruction.encode())
+
+    def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
+        """By the first words of the system prompt (design: harnesses §10): Qwen Code names no session or thread."""
+        return kind_by_system(body), ""
+
+    def read(self, exit: HarnessExit) -> Report:
+        """The last ``result`` event decides; at the turn limit there is none, only an exit code."""
+        result: dict[str, Any] = {}
+        said = ""
+        for event in json_lines(exit.stdout):
+            if event.get("type") == "result":
+                result = event
+            elif event.get("type") == "assistant":
+                said = flat_text(mapping(event.get("message")).get("content")) or said
+        if exit.timed_out:
+            return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)
+        if exit.code == TURN_LIMIT_CODE and not result:
+            return Report(Outcome.TURN_LIMIT, "max session turns", said)
+        if result.get("subtype") == "success" and not result.get("is_error"):
+            return Report(Outcome.COMPLETED, "", string(result.get("result")) or said)
+        detail = _error(result) or died(self.name, exit)
+        return Report(failure(detail), detail, said)
+
+
+def _error(result: Mapping[str, Any]) -> str:
+    return string(mapping(result.get("error")).get("message")) or string(result.get("subtype"))
+
+
+def _make_runnable(root: Path) -> None:
+    """Its own ripgrep comes without the right to be run; without it the grep tool is another one."""
+    with boundary(HarnessError, "making Qwen Code's ripgrep executable"):
+        for program in root.glob("node_modules/@qwen-code/qwen-code/vendor/ripgrep/*-linux/rg"):
+            program.chmod(0o755)
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    generation = {
+        "contextWindowSize": job.context_window,
+        "samplingParams": {"max_tokens": job.max_output_tokens},
+        # Milliseconds: the rollout's own deadline decides, not the client's.
+        "timeout": 3600000,
+        "streamIdleTimeoutMs": 3600000,
+    }
+    return {
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+        # Agents of its own that write notes when the run is over, with a shell.
+        "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+        # It would rewrite old tool results, and a prompt would no longer continue the one before it.
+        "context": {
+            "clearContextOnIdle": {"toolResultsThresholdMinutes": -1, "toolResultsTotalCharsThreshold": -1},
+        },
+        "model": {"generationConfig": generation},
+        # What is of no use in a sandbox without network or user, or would outlive the task.
+        "skills": {"disabledLevels": ["project", "user", "extension", "bundled"]},
+        "tools": {"exclude": ["web_fetch", "skill"]},
+        "experimental": {"cron": False, "artifact": False},
+    }
