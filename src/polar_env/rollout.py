@@ -123,9 +123,12 @@ def harness_class(name: str) -> Callable[[HarnessConfig], Harness]:
     if ":" not in path:
         raise ConfigError(f"unknown harness {name!r}; known: {', '.join(harness_room.HARNESSES)}, or module:Class")
     try:
-        return cast("Callable[[HarnessConfig], Harness]", pkgutil.resolve_name(path))
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"harness {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"harness {name!r} names no class; write module:Class")
+    return cast("Callable[[HarnessConfig], Harness]", found)
 
 
 def harness_named(config: HarnessConfig, name: str) -> HarnessConfig:

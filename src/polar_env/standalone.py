@@ -49,8 +49,9 @@ async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) 
     Raises:
         ConfigError: the names or the port cannot be had. EngineError: the engine does not pass its check.
     """
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"two sessions are named {min(repeated)!r}: give each its own --session name")
+    for name in names:
+        if names.count(name) > 1 or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"--session {name!r}: a name is letters, digits, _ . - and used once (it names a folder)")
     classify = make_harness(_marks(config.harness)).classify
     sealed: list[tuple[str, SealedLedger, Outcome | None]] = []
     async with AsyncExitStack() as stack:
@@ -113,8 +114,7 @@ async def _session(
     config: PolarConfig, proxy: ProxyServer, classify: Classify, name: str, number: int
 ) -> AsyncGenerator[Session]:
     """An open session with a durable log of its own, sealed at the end."""
-    folder = re.sub(r"[^\w.-]", "_", name)
-    session_id = f"{folder}.{uuid.uuid4().hex[:12]}"
+    session_id = f"{name}.{uuid.uuid4().hex[:12]}"
     script = config.engine.scripts[number % len(config.engine.scripts)] if config.engine.kind == "scripted" else ""
     async with SegmentLog(session_dir(config, session_id), messages=config.store.messages) as log:
         session = proxy.open(
