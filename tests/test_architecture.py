@@ -40,6 +40,7 @@ TABLE = (
     Row("harness", 1, FACTS),
     Row("grade", 1, FACTS),
     Row("gym", 1, FACTS),
+    Row("export", 1, FACTS),
     # Level 2: wire APIs as pure functions (never each other), and the sandbox.
     Row("proxy.render", 2, FACTS),
     *(Row(f"{dialect}_*", 2, (*FACTS, "proxy", "proxy.sse", "proxy.render")) for dialect in DIALECTS),
@@ -71,11 +72,45 @@ TABLE = (
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),
     Row("gym.rows", 6, (*FACTS, "trajectory", "digest", "gym.contract")),
+    Row("verify", 6, (*FACTS, "digest", "segment_log", "trajectory", "gym.contract", "gym.rows")),
+    Row(
+        "export.*",
+        6,
+        (
+            *FACTS,
+            "config",
+            "conversation",
+            "segment_log",
+            "trajectory",
+            "gym.contract",
+            "gym.rows",
+            "export",
+            "export.*",
+        ),
+    ),
     Row("gym.environment", 6, (*FACTS, *MIDDLE, "grade.*", "rollout", "workers", "gym", "gym.rows", "gym.contract")),
     Row("gym.*", 6, (*FACTS, "config", "rollout", "workers", "tasks", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "rollout", "tasks", "tasks.*", "gym", "gym.*")),
     Row("standalone", 6, (*FACTS, *MIDDLE, "proxy.session", "harness", "rollout")),
-    Row("cli", 6, (*FACTS, "config", "tasks", "tasks.*", "rollout", "workers", "gym", "gym.*", "demo", "standalone")),
+    Row(
+        "cli",
+        6,
+        (
+            *FACTS,
+            "config",
+            "tasks",
+            "tasks.*",
+            "rollout",
+            "workers",
+            "gym",
+            "gym.*",
+            "demo",
+            "standalone",
+            "verify",
+            "export",
+            "export.*",
+        ),
+    ),
 )
 """Who may import whom. The first row that fits a module counts; a row names only rows above it and its own room."""
 
@@ -88,7 +123,7 @@ DOORS = {
     "ray": ("gym.*", "workers"),
     "swebench": ("grade.*",),
     "transformers": ("engine.*",),
-    "pyarrow": ("tasks.*",),
+    "pyarrow": ("tasks.*", "export.*"),
 }
 """Third-party package -> the modules through which it enters."""
 

@@ -27,7 +27,8 @@ NeMo Gym, and the command line goes through the same two.
       workers.py             (planned) rollouts spread over Ray actors
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back
-      cli.py                 polar demo | rollout | proxy | harness | rebuild | dataset | check | config | gym-root
+      verify.py              rows against the durable logs of their sessions
+      cli.py                 polar demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | ...
       testing.py             (planned) shipped fakes and conformance checks
       proxy/                 model calls in, committed call records out
         sse.py               server-sent events: any chunking of bytes gives the same events
@@ -103,4 +104,13 @@ NeMo Gym, and the command line goes through the same two.
         environment_server.py  the relay Gym 0.7 asks for
         launch.py            start NeMo Gym with polar in it, collect rollouts
         root/                the folders in which Gym looks for servers: shims and their configuration
+      export/                finished rollouts as other trainers read them
+        samples.py           rollouts from rows or session logs
+        neutral.py           our own schema: every chain, whole
+        nemo_rl.py           rows, judged
+        trl.py               what TRL's rollout_func returns
+        verl.py              verl's AgentLoopOutput
+        slime.py             slime's Sample
+        sft.py               conversations of accepted rollouts
+        write.py             JSONL, Parquet, Arrow
 """

@@ -1,4 +1,4 @@
-"""polar: demo | rollout | proxy | harness | rebuild | dataset | check | config | gym-root."""
+"""polar: demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | config | gym-root."""
 
 import argparse
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any
 
 from polar_env.config import PolarConfig, compose, environment, override
 from polar_env.errors import ConfigError, PolarError
+from polar_env.export import FORMATS, Job
 from polar_env.gym import ROOT
 from polar_env.rollout import RolloutJob, harness_class, make_engine, open_proxy, rollout
 from polar_env.types import Sampling
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     single.add_argument("--index", type=int, default=0, help="index in its group")
     _line_options(single)
     _standalone(commands)
+    _finished(commands)
     dataset = _command(commands, "dataset", _dataset, "write task rows for Gym and NeMo-RL as JSONL")
     dataset.add_argument("--harness", help="stamp rows with a harness, or write one per harness (commas)")
     dataset.add_argument("--embed", action="store_true", help="carry whole task rows: the server then needs no data")
@@ -85,6 +87,21 @@ def _standalone(commands: Any) -> None:
     back = _command(commands, "rebuild", _rebuild, "print what a session's durable log holds")
     back.add_argument("directory", type=Path, help="the session's folder under store.sessions")
     back.add_argument("overrides", nargs="*", help="hydra overrides, e.g. trajectory.delivery=longest")
+
+
+def _finished(commands: Any) -> None:
+    """What is done with rollouts that are over."""
+    verify = _command(commands, "verify", _verify, "check rows against the durable logs of their sessions")
+    verify.add_argument("rollouts", type=Path, metavar="ROLLOUTS.jsonl")
+    verify.add_argument("--sessions", type=Path, required=True, help="the folder of store.sessions")
+    export = _command(commands, "export", _export, "write finished rollouts as another trainer reads them")
+    export.add_argument("--format", required=True, choices=tuple(FORMATS))
+    export.add_argument(
+        "source", type=Path, metavar="IN", help="rollouts.jsonl, or for neutral a folder of session logs"
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="JSONL; for neutral also .parquet or .arrow")
+    export.add_argument("--sessions", type=Path, help="the folder of store.sessions; sft reads conversations there")
+    export.add_argument("--chains", choices=("all", "delivered"), help="default: as the format's trainer takes them")
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -207,6 +224,25 @@ def _dataset(arguments: argparse.Namespace) -> int:
     harnesses = _names(arguments.harness) or ("",)
     rows = [dataset.dataset_row(t, h, data, embed=arguments.embed) for t in tasks for h in harnesses]
     print(f"{dataset.write(rows, arguments.out)} rows in {arguments.out}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Exit code 1 when a row does not hold."""
+    from polar_env import verify
+
+    return int(verify.run(arguments.rollouts, arguments.sessions, print) > 0)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from polar_env.export import write
+
+    job = Job(chains=arguments.chains, sessions=arguments.sessions)
+    count = write.export(arguments.format, arguments.source, arguments.out, job)
+    before, after = write.size(arguments.source), write.size(arguments.out)
+    print(f"{count} lines in {arguments.out}: {after} bytes, {after / max(1, before):.2f} of {arguments.source}")
+    for reason, rollouts in job.skipped.items():
+        print(f"- left out {rollouts}: {reason}")
     return 0
 
 

@@ -61,7 +61,11 @@ def build(ledger: SealedLedger, config: Policy) -> Trajectory:
         delivered=_deliver(chains, main, ledger.session_id, config),
         sampled_tokens=sum(len(record.sampled_ids) for record in calls),
         left_out=left_out,
-        policy={"delivery": config.delivery, "trained_kinds": list(config.trained_kinds), "seed": config.seed},
+        policy={
+            "delivery": config.delivery,
+            "trained_kinds": [kind.value for kind in config.trained_kinds],
+            "seed": config.seed,
+        },
     )
 
 

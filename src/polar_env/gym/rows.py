@@ -7,17 +7,20 @@ the trainer does with masks (rule 5). All that was sampled stays in ``trajectori
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from polar_env.digest import digest
 from polar_env.gym.contract import LEAKS, ContractError, first_prompt_digest, markup, violations
 from polar_env.trajectory import trim
 from polar_env.types import (
     AssistantTurn,
     CallKind,
+    CallRecord,
     Chain,
     ChainTurn,
+    Hole,
     Outcome,
     RolloutResult,
     StopReason,
@@ -58,6 +61,7 @@ class Delivery:
     failure_kind: str | None
     failure_reason: str | None
     masked: bool
+    max_tokens: int | None
 
 
 def row(
@@ -85,7 +89,9 @@ def row(
     found = violations(made, max_tokens)
     if not found:
         return made
-    refused = Delivery(delivery.chain, delivery.truncated, "polar_env:contract_violation", "; ".join(found), True)
+    refused = Delivery(
+        delivery.chain, delivery.truncated, "polar_env:contract_violation", "; ".join(found), True, max_tokens
+    )
     made = _row(result, params, model, refused, include_trajectories)
     if found := violations(made, max_tokens):
         raise ContractError("; ".join(found))
@@ -100,7 +106,7 @@ def _delivery(result: RolloutResult, max_tokens: int | None) -> Delivery:
     if not result.decision.masked and (chain is None or not chain.trainable_tokens):
         kind, reason = "polar_env:no_trainable_tokens", "no call of the delivered chain fits the policy and trains"
     masked = result.decision.masked or kind == "polar_env:no_trainable_tokens"
-    return Delivery(chain, truncated, kind, reason, masked)
+    return Delivery(chain, truncated, kind, reason, masked, max_tokens)
 
 
 def _failure(result: RolloutResult) -> tuple[str | None, str | None]:
@@ -117,8 +123,8 @@ def _row(
     result: RolloutResult, params: Mapping[str, Any], model: str, delivery: Delivery, include_trajectories: bool
 ) -> dict[str, Any]:
     """The row for a delivery, not yet judged."""
-    turns = delivery.chain.turns if delivery.chain else ()
-    said = {record.call_id: record.turn for record in result.ledger.records}
+    turns, records = delivery.chain.turns if delivery.chain else (), result.ledger.records
+    said = {record.call_id: record.turn for record in records}
     output = [item for turn in turns for item in _items(turn, said[turn.call_id], with_ids=not delivery.masked)]
     if delivery.masked:
         output.append(_placeholder(result))
@@ -132,7 +138,7 @@ def _row(
         "failure_reason": delivery.failure_reason,
         **_metrics(result, delivery),
         "polar": _polar(result, delivery),
-        "trajectories": _trajectories(result.trajectory, delivery.masked) if include_trajectories else [],
+        "trajectories": chains(result.trajectory, records, delivery.masked) if include_trajectories else [],
     }
     return made | {"first_prompt_digest": first_prompt_digest(made)}
 
@@ -260,8 +266,10 @@ def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
 
 
 def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
-    """What is not a number: for people, tables and grading again. ``patch`` is base64: it may hold any bytes."""
+    """What is not a number: for people, tables, grading again and `polar verify`. ``patch`` is base64: it may hold any
+    bytes. ``digest`` covers the tensors of the row; a masked row has none, so its chain has no link."""
     verdict = result.verdict
+    turns = delivery.chain.turns if delivery.chain and not delivery.masked else ()
     return {
         "task_id": result.task_id,
         "harness": result.harness,
@@ -276,12 +284,26 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "complete": result.ledger.complete,
         "delivered": result.trajectory.delivered,
         "left_out": dict(result.trajectory.left_out),
-        "holes": [f"{hole.kind}: {_clean(hole.detail)}" for hole in result.ledger.holes],
+        "holes": holes(result.ledger.holes),
+        "trajectory": {**result.trajectory.policy, "max_tokens": delivery.max_tokens},
+        "policy_versions": _versions(result.ledger.records),
+        "digest": asdict(digest(result.ledger.session_id, turns)),
     }
 
 
-def _trajectories(trajectory: Trajectory, masked: bool) -> list[dict[str, Any]]:
+def holes(found: Iterable[Hole]) -> list[str]:
+    """Holes as a row tells them."""
+    return [f"{hole.kind}: {_clean(hole.detail)}" for hole in found]
+
+
+def _versions(records: Iterable[CallRecord]) -> list[str]:
+    """The policy versions that sampled, in order of first use: more than one is an update in the middle."""
+    return list(dict.fromkeys(record.policy_version for record in records))
+
+
+def chains(trajectory: Trajectory, records: Iterable[CallRecord], masked: bool) -> list[dict[str, Any]]:
     """Every chain. Weights of an unmasked rollout add up to 1, so that it counts once however many chains it has."""
+    known = {record.call_id: record for record in records}
     total = 0 if masked else sum(chain.trainable_tokens for chain in trajectory.chains)
     return [
         {
@@ -290,6 +312,7 @@ def _trajectories(trajectory: Trajectory, masked: bool) -> list[dict[str, Any]]:
             "branched_from": chain.branched_from,
             "delivered": number == trajectory.delivered,
             "weight": chain.trainable_tokens / total if total else 0.0,
+            "policy_versions": _versions(known[turn.call_id] for turn in chain.turns),
             **dict(_flat(chain, masked)),
         }
         for number, chain in enumerate(trajectory.chains)

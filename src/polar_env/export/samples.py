@@ -1,0 +1,137 @@
+"""Rollouts to export, from the rows of a JSONL file or from a directory of session logs."""
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polar_env.config import TrajectoryConfig
+from polar_env.errors import boundary
+from polar_env.export import ExportError, Job
+from polar_env.gym import rows
+from polar_env.segment_log import FILE_NAME, read
+from polar_env.trajectory import build
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSample:
+    """One chain as one sequence. ``token_ids``, ``loss_mask`` and ``log_probs`` are [T]."""
+
+    number: int
+    kind: str
+    thread: str
+    branched_from: str | None
+    delivered: bool
+    weight: float
+    """Share of its rollout: the weights of an unmasked rollout add up to 1."""
+    call_ids: tuple[str, ...]
+    policy_versions: tuple[str, ...]
+    token_ids: "array[int]"
+    loss_mask: "array[int]"
+    log_probs: "array[float]"
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that trains: what trainers call the prompt. All of them when none does."""
+        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One rollout: facts and chains. ``reward`` and ``masked`` are ``None`` for a session log: nobody graded it."""
+
+    number: int
+    session_id: str
+    task_id: str
+    harness: str
+    group_id: str
+    outcome: str
+    reward: float | None
+    masked: bool | None
+    chains: tuple[ChainSample, ...]
+    row: Mapping[str, Any] | None = None
+
+
+def rollouts(source: Path) -> Iterator[Rollout]:
+    """Every rollout of a JSONL file of rows, or of a directory of session logs, in order.
+
+    Raises:
+        ExportError: ``source`` is neither, or a row is not one of polar_env's.
+    """
+    if source.is_dir():
+        yield from _logs(source)
+        return
+    with boundary(ExportError, f"reading {source}"), source.open(encoding="utf-8") as lines:
+        for number, line in enumerate(line for line in lines if line.strip()):
+            with boundary(ExportError, f"row {number + 1} of {source} is not a row of polar_env"):
+                rollout = _from_row(number, json.loads(line))
+            yield rollout
+
+
+def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[Rollout, ChainSample, float]]:
+    """What a trainer takes: (rollout, chain, weight) of every chain that trains. Weights of a rollout add up to 1.
+
+    Masked rollouts are left out: these trainers have no mask that keeps a sample out of its group's baseline.
+    """
+    for rollout in found:
+        if rollout.reward is None:
+            raise ExportError("a session log knows no reward: export the rollouts' rows, or use the neutral format")
+        chosen = [chain for chain in rollout.chains if chain.delivered or (job.chains or default) == "all"]
+        chosen = [chain for chain in chosen if 1 in chain.loss_mask]
+        if rollout.masked or not chosen:
+            job.skipped["masked" if rollout.masked else "nothing of it trains"] += 1
+            continue
+        total = sum(chain.weight for chain in chosen)
+        yield from ((rollout, chain, chain.weight / total) for chain in chosen)
+
+
+def _from_row(number: int, row: Mapping[str, Any]) -> Rollout:
+    polar = row["polar"]
+    if row["num_chains"] and not row["trajectories"]:
+        raise ExportError(
+            f"row {number + 1} was written without its trajectories: nothing but nemo_rl can be made of it"
+        )
+    return Rollout(
+        number=number,
+        session_id=polar["session_id"],
+        task_id=polar["task_id"],
+        harness=polar["harness"],
+        group_id="/".join(str(part) for part in (polar["task_id"], polar["harness"], row.get("_ng_task_index", ""))),
+        outcome=polar["outcome"],
+        reward=float(row["reward"]),
+        masked=bool(row["mask_sample"]),
+        chains=_chains(row["trajectories"]),
+        row=row,
+    )
+
+
+def _logs(folder: Path) -> Iterator[Rollout]:
+    """Sessions as their logs tell them, by the default trajectory policy: without task, harness and reward."""
+    found = sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
+    if not found:
+        raise ExportError(f"no session log in {folder}: name the directory of store.sessions")
+    for number, directory in enumerate(found):
+        ledger = read(directory).ledger
+        chains = _chains(rows.chains(build(ledger, TrajectoryConfig()), ledger.records, masked=not ledger.complete))
+        yield Rollout(number, ledger.session_id, "", "", "", "", None, None, chains)
+
+
+def _chains(told: Iterable[Mapping[str, Any]]) -> tuple[ChainSample, ...]:
+    return tuple(
+        ChainSample(
+            number=number,
+            kind=chain["kind"],
+            thread=chain["thread"],
+            branched_from=chain["branched_from"],
+            delivered=chain["delivered"],
+            weight=chain["weight"],
+            call_ids=tuple(chain["call_ids"]),
+            policy_versions=tuple(chain["policy_versions"]),
+            token_ids=array("i", chain["token_ids"]),
+            loss_mask=array("b", chain["loss_mask"]),
+            log_probs=array("f", chain["log_probs"]),
+        )
+        for number, chain in enumerate(told)
+    )
