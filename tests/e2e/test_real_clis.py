@@ -22,12 +22,15 @@ CLIS = (
     pytest.param("codex", marks=pytest.mark.slow),
     pytest.param("pi", marks=pytest.mark.slow),
     pytest.param("mini_swe_agent", marks=pytest.mark.slow),
+    pytest.param("openhands", marks=pytest.mark.slow),
 )
 WIRES = {
     "claude_code": WireApi.ANTHROPIC,
     "codex": WireApi.RESPONSES,
     "pi": WireApi.CHAT,
     "mini_swe_agent": WireApi.CHAT,
+    "openhands": WireApi.CHAT,
+    "aider": WireApi.CHAT,
 }
 
 
@@ -105,6 +108,43 @@ async def test_mini_swe_agent_reports_its_step_limit_which_its_exit_code_hides(r
     assert len(run.ledger.records) == 3
 
 
+@pytest.mark.slow
+async def test_aider_writes_whole_files_out_of_one_answer_and_nothing_of_its_own(repo: Path, proxy: ProxyServer):
+    """It offers no tools, so the usual scripts cannot play it."""
+    harness = build("aider")
+    first, second = [await drive(harness, repo, proxy, "harness_helpers:whole_file") for _ in range(2)]
+    assert (first.report.outcome, first.file) == (Outcome.COMPLETED, FIXED), first.report
+    assert first.report.final_text.startswith("The greeting is spelt right now.")
+    assert len(first.ledger.records) == 1
+    assert_clean_capture(first, harness)
+    assert first.first_prompt == second.first_prompt
+
+
+@pytest.mark.slow
+async def test_aider_stops_after_its_reflections_and_that_is_a_turn_limit(repo: Path, proxy: ProxyServer):
+    harness = build("aider", extra_args=("--edit-format", "diff"))
+    run = await drive(harness, repo, proxy, "harness_helpers:edits_nothing_there")
+    assert (run.report.outcome, run.file) == (Outcome.TURN_LIMIT, BROKEN), run.report
+    assert len(run.ledger.records) == 4
+    assert_clean_capture(run, harness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["openhands", "aider"])
+async def test_a_full_context_of_a_harness_that_never_compacts_is_an_overflow(name: str, repo: Path):
+    async with proxy_with(max_calls=30) as proxy:
+        run = await drive(build(name), repo, proxy, "loop", instruction="Read hello.py. " + "very long " * 40_000)
+    assert run.report.outcome is Outcome.CONTEXT_OVERFLOW, run.report
+    assert run.ledger.records == ()
+
+
+@pytest.mark.slow
+async def test_openhands_reports_its_turn_limit(repo: Path, proxy: ProxyServer):
+    run = await drive(build("openhands"), repo, proxy, "loop", max_turns=3)
+    assert run.report.outcome is Outcome.TURN_LIMIT, run.report
+    assert len(run.ledger.records) == 3
+
+
 async def test_a_cli_that_hangs_is_an_agent_timeout(repo: Path, proxy: ProxyServer):
     run = await drive(build("shell", command=("sh", "-c", "sleep 60")), repo, proxy, "fix", seconds=1.0)
     assert run.report.outcome is Outcome.AGENT_TIMEOUT
@@ -117,7 +157,8 @@ async def test_the_instruction_reaches_every_model_word_for_word(repo: Path, tmp
     words: list[str] = []
     async with proxy_with(max_calls=12) as proxy:
         for name in WIRES:
-            run = await drive(build(name), repo, proxy, "give_up")
+            script = "harness_helpers:whole_file" if name == "aider" else "give_up"
+            run = await drive(build(name), repo, proxy, script)
             words.append(await asyncio.to_thread(_text, run))
     assert [INSTRUCTION in text for text in words] == [True] * len(WIRES)
 
