@@ -130,8 +130,8 @@ def claude_bare(day: str, kernel: str) -> list[ChatMessage]:
 
 def claude_reminded(day: str, kernel: str) -> list[ChatMessage]:
     reminder = f"<system-reminder>\n# currentDate\nToday's date is {day}.\n</system-reminder>"
-    parts = [{"type": "text", "text": reminder}, {"type": "text", "text": "fix it"}]
-    return [{"role": "system", "content": f" - OS Version: {kernel}\n"}, {"role": "user", "content": parts}]
+    machine = f"<system-reminder>\n# Environment\n - OS Version: {kernel}\n</system-reminder>"
+    return [{"role": "user", "content": [{"type": "text", "text": text} for text in (machine, reminder, "fix it")]}]
 
 
 def codex(day: str, kernel: str) -> list[ChatMessage]:

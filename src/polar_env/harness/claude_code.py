@@ -64,6 +64,7 @@ class ClaudeCode:
         ("system", r"(?m)^( ?- OS Version: \S+) .*$", r"\1"),
         # Model names it knows get their context as reminders at the head of a user message.
         ("user", r"\A(<system-reminder>[\s\S]*?Today's date is )\d{4}-\d{2}-\d{2}", rf"\g<1>{STEADY_DATE}"),
+        ("user", r"\A(<system-reminder>[\s\S]*?\n ?- OS Version: \S+) [^\n]*", r"\1"),
     )
 
     def __init__(self, config: HarnessConfig) -> None:
