@@ -58,7 +58,7 @@ def decode(entries: Iterable[tuple[Mapping[str, Any], bytes]]) -> dict[str, Conv
     """
     found, tools = dict[str, Conversation](), dict[str, tuple[ToolSpec, ...]]()
     for header, packed in entries:
-        body = json.loads(zlib.decompress(packed))
+        body = _unpack(packed)
         call_id, base = header["call_id"], header["base"]
         if "tools" in body:
             tools[call_id] = tuple(body["tools"])
@@ -66,6 +66,13 @@ def decode(entries: Iterable[tuple[Mapping[str, Any], bytes]]) -> dict[str, Conv
             before = found[base].messages[: header["shared"]] if base is not None else ()
             found[call_id] = Conversation((*before, *body["messages"]), tools[header["tools"]])
     return found
+
+
+def _unpack(packed: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(zlib.decompress(packed))
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
 
 
 def _json(value: Any) -> bytes:

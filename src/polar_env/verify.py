@@ -112,6 +112,8 @@ def _against_log(row: Row, sessions: Path) -> Iterator[str]:
     log, policy = _log(sessions, name), _policy(polar["trajectory"])
     yield from _ledger(row, log)
     trajectory = build(log.ledger, policy)
+    if (polar["delivered"], polar["left_out"]) != (trajectory.delivered, dict(trajectory.left_out)):
+        yield "another chain is delivered by the log, or other calls are left out"
     if row["trajectories"]:
         yield from _chains(row["trajectories"], rows.chains(trajectory, log.ledger.records, masked))
     expected = () if masked else _delivered(trajectory, policy)

@@ -14,6 +14,9 @@ from polar_env.gym import rows
 from polar_env.segment_log import FILE_NAME, read
 from polar_env.trajectory import build
 
+GROUPED_BY = ("_ng_task_index",)
+"""What NeMo Gym adds to a row that tells groups of one task and harness apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChainSample:
@@ -72,6 +75,7 @@ def rollouts(source: Path) -> Iterator[Rollout]:
 
 def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[Rollout, ChainSample, float]]:
     """What a trainer takes: (rollout, chain, weight) of every chain that trains. Weights of a rollout add up to 1.
+    Chains are whole, not cut to ``trajectory.max_tokens``.
 
     Masked rollouts are left out: these trainers have no mask that keeps a sample out of its group's baseline.
     """
@@ -98,7 +102,7 @@ def _from_row(number: int, row: Mapping[str, Any]) -> Rollout:
         session_id=polar["session_id"],
         task_id=polar["task_id"],
         harness=polar["harness"],
-        group_id="/".join(str(part) for part in (polar["task_id"], polar["harness"], row.get("_ng_task_index", ""))),
+        group_id="/".join([polar["task_id"], polar["harness"], *(str(row[key]) for key in GROUPED_BY if key in row)]),
         outcome=polar["outcome"],
         reward=float(row["reward"]),
         masked=bool(row["mask_sample"]),
