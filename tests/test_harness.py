@@ -399,6 +399,11 @@ STREAMS = {
     "codex": lines({**CODEX_SAID, "item": {"type": "agent_message", "text": "So far."}}, {"type": "turn.completed"}),
     "pi": lines(pi_message("So far."), PI_END),
     "mini_swe_agent": lines("working", mini_exit("Submitted")),
+    "qwen_code": lines(said("So far."), CLAUDE_OK),
+    "opencode": lines({"type": "step_start"}, {"type": "step_finish", "part": {"reason": "stop"}}),
+    "gemini_cli": lines(
+        {"type": "message", "role": "assistant", "content": "Hm."}, {"type": "result", "status": "success"}
+    ),
 }
 
 
@@ -431,10 +436,40 @@ def test_a_stream_cut_anywhere_is_never_a_completion_it_did_not_report(name: str
 
 
 TYPES = st.sampled_from(
-    ["result", "assistant", "item.completed", "turn.failed", "error", "message_end", "polar.mini_swe_agent.exit"]
+    [
+        "result",
+        "assistant",
+        "item.completed",
+        "turn.failed",
+        "error",
+        "message_end",
+        "polar.mini_swe_agent.exit",
+        "text",
+        "step_start",
+        "step_finish",
+        "message",
+        "tool_use",
+    ]
 )
 KEYS = st.sampled_from(
-    ["type", "message", "item", "error", "role", "content", "subtype", "result", "exit_status", "text"]
+    [
+        "type",
+        "message",
+        "item",
+        "error",
+        "role",
+        "content",
+        "subtype",
+        "result",
+        "exit_status",
+        "text",
+        "part",
+        "reason",
+        "data",
+        "name",
+        "status",
+        "functionDeclarations",
+    ]
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=8) | TYPES,
@@ -499,6 +534,12 @@ async def test_chatter_is_dropped_and_input_errors_and_exit_code_are_the_program
         ("codex", '{"type":"item.completed","item":{"id":"item_1","type":"command_execution"}}', False),
         ("codex", '{"type":"item.started","item":{"id":"item_1","type":"command_execution"}}', False),
         ("codex", '{"type":"item.completed","item":{"id":"item_1","type":"agent_message"}}', True),
+        ("qwen_code", '{"type":"user","message":{"role":"user"}}', False),
+        ("qwen_code", '{"type":"result","result":"{\\"type\\":\\"user\\""}', True),
+        ("opencode", '{"type":"tool_use","part":{}}', False),
+        ("opencode", '{"type":"step_finish","part":{"reason":"stop"}}', True),
+        ("gemini_cli", '{"type":"tool_result","output":"x"}', False),
+        ("gemini_cli", '{"type":"tool_use","tool_name":"x"}', True),
     ],
 )
 async def test_what_decides_the_ending_is_never_taken_for_chatter(tmp_path: Path, name: str, line: str, kept: bool):

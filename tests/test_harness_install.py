@@ -28,6 +28,7 @@ from polar_env.harness.install import (
     python_mount,
     run,
 )
+from polar_env.harness.opencode import RIPGREP
 
 BUILDER = """
 import asyncio, sys, time
@@ -225,6 +226,8 @@ MINI = f"mini_swe_agent-9.9-cp3{sys.version_info.minor}"
         ("claude_code", "claude_code-9.9", ["/opt/harness/claude_code"]),
         ("pi", "pi-9.9", ["/opt/harness/pi", "/opt/harness/node"]),
         ("mini_swe_agent", MINI, ["/opt/harness/mini_swe_agent", "/opt/harness/python"]),
+        ("qwen_code", "qwen_code-9.9", ["/opt/harness/qwen_code", "/opt/harness/node"]),
+        ("gemini_cli", "gemini_cli-9.9", ["/opt/harness/gemini_cli", "/opt/harness/node"]),
         ("shell", "", []),
     ],
 )  # fmt: skip
@@ -237,3 +240,19 @@ async def test_an_installed_version_is_mounted_from_the_store_at_a_fixed_place(
     assert [mount.target for mount in mounts] == targets
     assert all(mount.source.is_dir() for mount in mounts)
     assert [mount.source for mount in mounts[:1]] == [tmp_path / "harness" / label][: len(targets)]
+
+
+async def test_opencode_comes_with_a_ripgrep(tmp_path: Path):
+    for label in ("opencode-9.9", f"ripgrep-{RIPGREP}"):
+        (tmp_path / "harness" / label).mkdir(parents=True)
+    mounts = await build("opencode", version="9.9").install(tmp_path)
+    assert [mount.target for mount in mounts] == ["/opt/harness/opencode", "/opt/harness/ripgrep"]
+
+
+async def test_qwen_code_s_own_ripgrep_can_be_run(tmp_path: Path):
+    """It is packed without the right to be run, and the CLI then searches by other means, with other results."""
+    program = tmp_path / "harness/qwen_code-9.9/node_modules/@qwen-code/qwen-code/vendor/ripgrep/x64-linux/rg"
+    program.parent.mkdir(parents=True)
+    program.touch(0o644)
+    await build("qwen_code", version="9.9").install(tmp_path)
+    assert os.access(program, os.X_OK)

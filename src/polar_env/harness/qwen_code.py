@@ -29,6 +29,8 @@ SESSION_ID = "00000000-0000-4000-8000-000000000001"
 """The same in every rollout: paths derived from it may reach the prompt."""
 TURN_LIMIT_CODE = 53
 """It ends with this exit code and no final event (design: harnesses §6)."""
+API_ERROR = "[API Error"
+"""It shows a failed call as if the model had said it."""
 CHATTER = ('^{"type":"user"',)
 """Tool results, whole."""
 
@@ -80,7 +82,8 @@ class QwenCode:
             if event.get("type") == "result":
                 result = event
             elif event.get("type") == "assistant":
-                said = flat_text(mapping(event.get("message")).get("content")) or said
+                text = flat_text(mapping(event.get("message")).get("content"))
+                said = said if text.startswith(API_ERROR) else text or said
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)
         if exit.code == TURN_LIMIT_CODE and not result:
