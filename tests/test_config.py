@@ -138,6 +138,7 @@ def small_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example("/data with spaces/it's,x=1.parquet")
 @example("\\")
 @example("\\'")
+@example("\\\n")
 @example("\\${x}")
 @example("null")
 @example("12")

@@ -196,7 +196,7 @@ def override(key: str, value: object) -> str:
         return f"{key}=[{','.join(items)}]"
     if isinstance(value, str | Path):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
-        text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+        text = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
         return f"{key}='{text}'"
     return f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
