@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_env.capture import Ledger
+from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import ProxyConfig
 from polar_env.engine import Session as EngineSession
 from polar_env.errors import BadRequest, CaptureError, EngineBusy, EngineError, EngineOverflow, PolarError, SandboxError
 from polar_env.proxy.attempts import NOT_IDENTITY, Attempt, Refusal, TurnLimit, chunks, refusal, retry_key
 from polar_env.proxy.session import MAX_FAILURES, Session, policy
+from polar_env.segment_log import read as read_log
 from polar_env.types import ModelRequest, Outcome, Sampling, SealedLedger, WireApi
 from proxy_helpers import GatedLog, PlainEncoder, PlayedEngine, bit, classify, open_session, say, stage
 
@@ -365,6 +366,14 @@ async def test_closing_twice_at_once_seals_once(tmp_path) -> None:
             first, second = [await close for close in both]
             assert first is second
             assert len(first.records) == 1
+
+
+async def test_what_the_model_was_asked_is_in_the_log_with_its_call(tmp_path) -> None:
+    async with SegmentLog(tmp_path / "log") as log, opened(PlayedEngine(), Ledger("s", log)) as session:
+        await read(session, ask(session, "hi"))
+        await session.close()
+    kept = read_log(tmp_path / "log").conversations()
+    assert [message["content"] for message in kept["s-0000"].messages] == ["hi"]
 
 
 async def test_records_are_let_go_when_a_session_closes() -> None:

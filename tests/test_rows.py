@@ -153,6 +153,28 @@ def test_the_patch_comes_along_byte_for_byte_to_be_graded_again() -> None:
     assert polar["complete"] is True
 
 
+def test_a_row_says_how_it_was_built_by_which_policy_and_what_it_hashes_to() -> None:
+    sealed = session()
+    later = replace(sealed.records[2], policy_version="step-8")
+    made_row = made(rollout(replace(sealed, records=(*sealed.records[:2], later))), 100)
+    polar, (chain,) = made_row["polar"], made_row["trajectories"]
+    assert polar["trajectory"] == {
+        "delivery": "task",
+        "trained_kinds": ["agent", "sub_agent", "compaction"],
+        "seed": 0,
+        "max_tokens": 100,
+    }
+    assert polar["policy_versions"] == chain["policy_versions"] == ["step-7", "step-8"]
+    assert (polar["digest"]["links"], polar["digest"]["calls"]) == (6, ("look", "edit", "done"))
+
+
+def test_the_digest_covers_what_the_row_delivers_and_nothing_of_a_masked_one() -> None:
+    whole, cut = made(rollout(session())), made(rollout(session()), 8)
+    masked = made(rollout(session(), Outcome.ENGINE_ERROR))
+    assert [r["polar"]["digest"]["links"] for r in (whole, cut, masked)] == [6, 4, 0]
+    assert len({r["polar"]["digest"]["sha256"] for r in (whole, cut, masked)}) == 3
+
+
 # --- what the model said ----------------------------------------------------------------------------------------
 
 

@@ -133,9 +133,16 @@ def _chains(told: Iterable[Mapping[str, Any]]) -> tuple[ChainSample, ...]:
             weight=chain["weight"],
             call_ids=tuple(chain["call_ids"]),
             policy_versions=tuple(chain["policy_versions"]),
-            token_ids=array("i", chain["token_ids"]),
-            loss_mask=array("b", chain["loss_mask"]),
-            log_probs=array("f", chain["log_probs"]),
+            token_ids=_array("i", chain["token_ids"]),
+            loss_mask=_array("b", chain["loss_mask"]),
+            log_probs=_array("f", chain["log_probs"]),
         )
         for number, chain in enumerate(told)
     )
+
+
+def _array(code: str, values: list[Any]) -> "array[Any]":
+    try:
+        return array(code, values)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error

@@ -18,6 +18,9 @@ from polar_env.export.samples import rollouts
 
 pa: Any = pyarrow  # it has no types
 
+PLAIN = cast("Any", array).tolist
+"""What JSON writes for an array: a list."""
+
 BATCH = 64
 """Chains written at a time: bounds memory (64 of 136K tokens are 80 MB)."""
 
@@ -82,15 +85,9 @@ def _jsonl(lines: Iterable[dict[str, Any]], path: Path) -> int:
     count = 0
     with path.open("w", encoding="ascii") as file:
         for line in lines:
-            file.write(json.dumps(line, default=_plain, allow_nan=False) + "\n")
+            file.write(json.dumps(line, default=PLAIN, allow_nan=False) + "\n")
             count += 1
     return count
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, array):
-        return cast("array[Any]", value).tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _columns(lines: Iterator[Mapping[str, Any]], path: Path, suffix: str) -> int:
