@@ -146,9 +146,32 @@ def mini(day: str, kernel: str) -> list[ChatMessage]:
     return [{"role": "user", "content": f"Please solve this issue: fix it\n\n{system}\n"}]
 
 
+WORDS = dict(zip(DAYS, ("Monday, November 30, 2026", "Monday, February 1, 2027"), strict=True))
+
+
+def qwen(day: str, kernel: str) -> list[ChatMessage]:
+    lines = f"<system-reminder>\nWe set up the context.\nToday's date is {WORDS[day]}.\n</system-reminder>\n"
+    lines += f"<system-reminder>\nThe current date is: {WORDS[day]}. Note: it counts.\n</system-reminder>\nfix it"
+    return [{"role": "user", "content": lines}]
+
+
+def gemini(day: str, kernel: str) -> list[ChatMessage]:
+    context = f"<session_context>\nHello.\nToday's date is {WORDS[day]} (formatted so).\n</session_context>"
+    return [{"role": "user", "content": context}, {"role": "user", "content": "fix it"}]
+
+
+def opencode(day: str, kernel: str) -> list[ChatMessage]:
+    short = {DAYS[0]: "Mon Nov 30 2026", DAYS[1]: "Mon Feb 01 2027"}[day]
+    env = f"<env>\n  Platform: linux\n  Today's date: {short}\n</env>"
+    return [{"role": "system", "content": env}, {"role": "user", "content": "fix it"}]
+
+
 @pytest.mark.parametrize(
     ("name", "prompt"),
     [
+        ("qwen_code", qwen),
+        ("gemini_cli", gemini),
+        ("opencode", opencode),
         ("claude_code", claude),
         ("claude_code", claude_bare),
         ("claude_code", claude_reminded),
@@ -163,7 +186,8 @@ def test_two_days_on_two_kernels_make_one_prompt(name: str, prompt: Any) -> None
     one, two = (shown(*messages, rules=rules) for messages in sent)
     assert one == two
     assert "fix it" in str(one)
-    assert not any(day in str(one) or kernel.split()[1] in str(one) for day in DAYS for kernel in KERNELS)
+    assert not any(word in str(one) for day in DAYS for word in (day, WORDS[day]))
+    assert not any(kernel.split()[1] in str(one) for kernel in KERNELS)
 
 
 @pytest.mark.parametrize("name", ["claude_code", "codex"])

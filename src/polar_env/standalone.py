@@ -20,9 +20,9 @@ from polar_env import engine as engine_room
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import HarnessConfig, PolarConfig
 from polar_env.errors import ConfigError
-from polar_env.harness import HARNESSES
+from polar_env.harness import HARNESSES, Harness
 from polar_env.proxy.server import ProxyServer
-from polar_env.proxy.session import Classify, Session, policy
+from polar_env.proxy.session import Session, policy
 from polar_env.rollout import RolloutJob, harness_class, make_harness, open_proxy, rollout, session_dir
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks import rows as task_rows
@@ -52,7 +52,7 @@ async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) 
     for name in names:
         if names.count(name) > 1 or not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"--session {name!r}: a name is letters, digits, _ . - and used once (it names a folder)")
-    classify = make_harness(_marks(config.harness)).classify
+    harness = make_harness(_marks(config.harness))
     sealed: list[tuple[str, SealedLedger, Outcome | None]] = []
     async with AsyncExitStack() as stack:
         sock = stack.enter_context(_listening(port))
@@ -60,7 +60,7 @@ async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) 
         stopped = await stack.enter_async_context(_until_stopped())
         sessions: dict[str, Session] = {}
         for number, name in enumerate(names):
-            sessions[name] = await stack.enter_async_context(_session(config, proxy, classify, name, number))
+            sessions[name] = await stack.enter_async_context(_session(config, proxy, harness, name, number))
         await stack.enter_async_context(proxy.listen(sock))
         for name, session in sessions.items():
             say(f"session={name} base_url=http://{HOST}:{sock.getsockname()[1]} key={session.key}")
@@ -111,7 +111,7 @@ async def _until_stopped() -> AsyncGenerator[asyncio.Event]:
 
 @asynccontextmanager
 async def _session(
-    config: PolarConfig, proxy: ProxyServer, classify: Classify, name: str, number: int
+    config: PolarConfig, proxy: ProxyServer, harness: Harness, name: str, number: int
 ) -> AsyncGenerator[Session]:
     """An open session with a durable log of its own, sealed at the end."""
     session_id = f"{name}.{uuid.uuid4().hex[:12]}"
@@ -121,7 +121,8 @@ async def _session(
             session_id=session_id,
             ledger=Ledger(session_id, log),
             engine_session=engine_room.Session(session_id=session_id, harness=config.harness.name, script=script),
-            classify=classify,
+            classify=harness.classify,
+            volatile=getattr(harness, "volatile", ()),
         )
         try:
             yield session

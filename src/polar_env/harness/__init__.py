@@ -76,6 +76,13 @@ class Report:
 
 
 class Harness(Protocol):
+    """A preset. Two attributes more are read where a preset has them:
+
+    - ``enforces_turns = True``: the CLI is told ``max_turns`` and keeps to it; for the others the proxy counts.
+    - ``volatile``: ``(role, pattern, shown)`` for each part of its first prompt that names the day or the machine; see
+      ``proxy.steady``.
+    """
+
     name: str
     wire: WireApi
 

@@ -92,6 +92,7 @@ class Aider:
 
     name = "aider"
     wire = WireApi.CHAT
+    enforces_turns = True
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

@@ -1,6 +1,6 @@
 """Gemini CLI (Google generateContent): launch profile, request marks and event stream.
 
-Its first message holds the day and a tree of the working directory: the rollouts of a group should start on one day.
+Its first message holds the day and a tree of the working directory; the engine is shown one day (``volatile``).
 What it sends for N turns is N requests; an empty answer it asks for again with a note. It takes a model it does not
 know to have a million tokens and compacts only between prompts of a user, of which a rollout has one: a full context
 ends it, with the outcome context_overflow.
@@ -16,6 +16,7 @@ from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import NODE, OPT, install_npm, node_mount
 from polar_env.harness.quiet import without
 from polar_env.harness.reading import (
+    STEADY_DAY,
     died,
     failure,
     items,
@@ -43,6 +44,10 @@ class GeminiCli:
 
     name = "gemini_cli"
     wire = WireApi.GEMINI
+    enforces_turns = True
+    volatile = (
+        ("user", r"\A(<session_context>[\s\S]*?\nToday's date is )[^\n]*?(?= \(formatted)", rf"\g<1>{STEADY_DAY}"),
+    )
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

@@ -1,8 +1,8 @@
 """opencode (OpenAI Chat): launch profile, request marks and event stream.
 
-Its system prompt holds the day: the rollouts of a group should start on one day. What it sends for N turns is N
-requests. There is no turn limit of its own that ends it (ProxyConfig.max_calls is the limit). Its stream has no final
-event, and it exits 1 after an error it has recovered from.
+Its system prompt holds the day; the engine is shown one (``volatile``). What it sends for N turns is N requests. It has
+no turn limit of its own that ends it: the proxy counts. Its stream has no final event, and it exits 1 after an error it
+has recovered from.
 
 It searches with ripgrep and would fetch one from a foreign host at the first search; we bring it.
 """
@@ -39,6 +39,7 @@ class Opencode:
 
     name = "opencode"
     wire = WireApi.CHAT
+    volatile = (("system", r"(?m)^( *Today's date: )\w{3} \w{3} \d{2} \d{4}$", r"\g<1>Thu Jan 01 2026"),)
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

@@ -77,6 +77,7 @@ class OpenHands:
 
     name = "openhands"
     wire = WireApi.CHAT
+    enforces_turns = True
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

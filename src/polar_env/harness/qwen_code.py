@@ -1,6 +1,6 @@
 """Qwen Code (OpenAI Chat): launch profile, request marks and event stream.
 
-Its first message holds the day and a tree of the working directory: the rollouts of a group should start on one day.
+Its first message holds the day, twice, and a tree of the working directory; the engine is shown one day (``volatile``).
 What it sends for N turns is N requests; an empty answer, or one with arguments that are not JSON, it asks for once more
 with the same request. It keeps 23,000 tokens of the window free and begins with a prompt of 15,000: in a window of
 40,000 it has no room.
@@ -20,7 +20,17 @@ from polar_env.errors import HarnessError, boundary
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import NODE, OPT, install_npm, node_mount
 from polar_env.harness.quiet import without
-from polar_env.harness.reading import died, failure, flat_text, json_lines, kind_by_system, mapping, string, timeout
+from polar_env.harness.reading import (
+    STEADY_DAY,
+    died,
+    failure,
+    flat_text,
+    json_lines,
+    kind_by_system,
+    mapping,
+    string,
+    timeout,
+)
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "0.24.4"
@@ -40,6 +50,11 @@ class QwenCode:
 
     name = "qwen_code"
     wire = WireApi.CHAT
+    enforces_turns = True
+    volatile = (
+        ("user", r"\A(<system-reminder>[\s\S]*?\nToday's date is )[^\n]*?\d{4}(?=\.)", rf"\g<1>{STEADY_DAY}"),
+        ("user", r"\A(<system-reminder>[\s\S]*?\nThe current date is: )[^\n]*?\d{4}(?=\.)", rf"\g<1>{STEADY_DAY}"),
+    )
 
     def __init__(self, config: HarnessConfig) -> None:
         self._version = config.version or VERSION

@@ -88,6 +88,8 @@ def failure(detail: str) -> Outcome:
 
 STEADY_DATE = "2026-01-01"
 """What the engine is shown where a harness's prompt names the day: any day will do, as long as it is one."""
+STEADY_DAY = "Thursday, January 1, 2026"
+"""The same day in words."""
 
 
 # --- marks in a request -----------------------------------------------------------------------------------------
