@@ -167,6 +167,18 @@ async def test_a_long_session_s_messages_cost_less_than_they_say(tmp_path: Path)
     assert read(tmp_path / "with" / "long").conversations()["long-0039"].messages == tuple(history[:-1])
 
 
+def test_a_request_that_is_no_json_loses_its_messages_not_its_call(tmp_path: Path) -> None:
+    odd: list[Any] = [{"role": "user", "content": b"bytes"}]
+    calls = [
+        (of_session("s", call(0, [1], [2])), request(odd)),
+        (of_session("s", call(1, [1, 2, 3], [4])), request(TASK)),
+    ]
+    asyncio.run(record(tmp_path, calls))
+    log = read(tmp_path / "s")
+    assert (len(log.ledger.records), log.ledger.complete) == (2, True)
+    assert set(log.conversations()) == {"s-0001"}
+
+
 # --- frames -----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,9 @@ import dataclasses
 import os
 import sys
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -109,6 +111,16 @@ def _decode_call(frame: Frame, prompt_ids: "array[int]") -> CallRecord:
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A frame on its way to the disk, and who waits for it."""
+
+    frame: bytes
+    waiter: asyncio.Future[None] | None = None
+    call_id: str = ""
+    request: ModelRequest | None = None
+
+
 class SegmentLog:
     """Append-only log of one session in ``directory``; use as ``async with SegmentLog(directory) as log``.
 
@@ -123,7 +135,7 @@ class SegmentLog:
         self.failure: CaptureError | None = None
         self._index = PrefixIndex()
         self._lock, self._io = Lock(), Lock()
-        self._pending: list[tuple[bytes, asyncio.Future[None] | None]] = []
+        self._pending: list[_Queued] = []
         self._file, self._closed = -1, False
 
     async def __aenter__(self) -> Self:
@@ -143,10 +155,7 @@ class SegmentLog:
         name, shared = (parent.name, len(parent)) if parent else (None, 0)
         self._index.add(record.call_id, record.prompt_ids, record.sampled_ids)
         durable: asyncio.Future[None] = self._loop.create_future()
-        frame = _encode_call(record, name, shared)
-        if self._asked is not None and request is not None:
-            frame += encode_frame(FrameKind.MESSAGES, *self._asked.encode(record.call_id, request))
-        self._put(frame, durable)
+        self._put(_Queued(_encode_call(record, name, shared), durable, record.call_id, request))
         await asyncio.shield(durable)
 
     def note(self, mark: FrameKind, /, **header: Any) -> None:
@@ -155,13 +164,13 @@ class SegmentLog:
         A mark that comes after the log was closed is dropped: the live ledger still has it.
         """
         if not self._closed:
-            self._put(encode_frame(mark, header), None)
+            self._put(_Queued(encode_frame(mark, header)))
 
-    def _put(self, frame: bytes, waiter: asyncio.Future[None] | None) -> None:
+    def _put(self, queued: "_Queued") -> None:
         if self._file < 0:
             raise CaptureError(f"the log of session {self.directory.name} is not open: use it inside `async with`")
         with self._lock:
-            self._pending.append((frame, waiter))
+            self._pending.append(queued)
             first = len(self._pending) == 1
         if first:
             WRITERS.submit(self._flush)
@@ -186,8 +195,15 @@ class SegmentLog:
             with self._lock:
                 batch, self._pending = self._pending, []
             if batch:
-                self._commit(b"".join(frame for frame, _ in batch))
-                self._answer([waiter for _, waiter in batch if waiter])
+                self._commit(b"".join(data for queued in batch for data in self._frames(queued)))
+                self._answer([queued.waiter for queued in batch if queued.waiter])
+
+    def _frames(self, queued: "_Queued") -> Iterator[bytes]:
+        """A queued frame, and what its call was asked: a history as JSON takes milliseconds the event loop has not."""
+        yield queued.frame
+        if self._asked is not None and queued.request is not None:
+            with suppress(TypeError, ValueError):  # not JSON: the call counts, its messages are left out
+                yield encode_frame(FrameKind.MESSAGES, *self._asked.encode(queued.call_id, queued.request))
 
     def _commit(self, data: bytes) -> None:
         if self.failure is not None:
