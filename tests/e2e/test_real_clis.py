@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_scripts_helpers import ANSWER
 from harness_helpers import BROKEN, FIXED, INSTRUCTION, STORE, Run, build, drive, proxy_with, repository
 from polar_env.engine import tokenizer
 from polar_env.harness import Harness
@@ -21,6 +22,9 @@ CLIS = (
     pytest.param("claude_code"),
     pytest.param("codex", marks=pytest.mark.slow),
     pytest.param("pi", marks=pytest.mark.slow),
+    pytest.param("qwen_code", marks=pytest.mark.slow),
+    pytest.param("opencode", marks=pytest.mark.slow),
+    pytest.param("gemini_cli", marks=pytest.mark.slow),
     pytest.param("mini_swe_agent", marks=pytest.mark.slow),
     pytest.param("openhands", marks=pytest.mark.slow),
 )
@@ -28,6 +32,9 @@ WIRES = {
     "claude_code": WireApi.ANTHROPIC,
     "codex": WireApi.RESPONSES,
     "pi": WireApi.CHAT,
+    "qwen_code": WireApi.CHAT,
+    "opencode": WireApi.CHAT,
+    "gemini_cli": WireApi.GEMINI,
     "mini_swe_agent": WireApi.CHAT,
     "openhands": WireApi.CHAT,
     "aider": WireApi.CHAT,
@@ -75,11 +82,15 @@ async def test_two_rollouts_solve_the_task_by_two_ways_from_one_first_prompt(
     assert (repo / "hello.py").read_text(encoding="utf-8") == BROKEN
 
 
-@pytest.mark.parametrize("name", CLIS[:3])
+WINDOWS = {"qwen_code": 56000}
+"""Qwen Code begins with 14,000 tokens and keeps 23,000 free: less would leave it no room to work between two."""
+
+
+@pytest.mark.parametrize("name", CLIS[:5])
 async def test_a_full_context_is_compacted_and_the_call_that_does_it_is_recognised(name: str, repo: Path):
     """The CLIs are told a smaller window than the engine has; mini-swe-agent never compacts."""
     async with proxy_with(max_calls=8) as proxy:
-        run = await drive(build(name), repo, proxy, "harness_helpers:noisy", context_window=40000)
+        run = await drive(build(name), repo, proxy, "harness_helpers:noisy", context_window=WINDOWS.get(name, 40000))
     records = run.ledger.records
     compactions = {record.index for record in records if record.kind is CallKind.COMPACTION}
     agent = [record for record in records if record.kind is CallKind.AGENT]
@@ -130,7 +141,7 @@ async def test_aider_stops_after_its_reflections_and_that_is_a_turn_limit(repo: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["openhands", "aider"])
+@pytest.mark.parametrize("name", ["openhands", "aider", "gemini_cli"])
 async def test_a_full_context_of_a_harness_that_never_compacts_is_an_overflow(name: str, repo: Path):
     async with proxy_with(max_calls=30) as proxy:
         run = await drive(build(name), repo, proxy, "loop", instruction="Read hello.py. " + "very long " * 40_000)
@@ -139,10 +150,47 @@ async def test_a_full_context_of_a_harness_that_never_compacts_is_an_overflow(na
 
 
 @pytest.mark.slow
-async def test_openhands_reports_its_turn_limit(repo: Path, proxy: ProxyServer):
-    run = await drive(build("openhands"), repo, proxy, "loop", max_turns=3)
+@pytest.mark.parametrize("name", ["openhands", "qwen_code", "gemini_cli"])
+async def test_a_turn_limit_of_the_job_is_kept_and_told(name: str, repo: Path, proxy: ProxyServer):
+    run = await drive(build(name), repo, proxy, "loop", max_turns=3)
     assert run.report.outcome is Outcome.TURN_LIMIT, run.report
     assert len(run.ledger.records) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen_code", "opencode", "gemini_cli"])
+async def test_a_refused_call_at_the_session_s_limit_ends_the_cli_at_once(name: str, repo: Path):
+    """opencode has no turn limit of its own."""
+    async with proxy_with(max_calls=3) as proxy:
+        run = await drive(build(name), repo, proxy, "loop")
+    assert run.report.outcome is Outcome.AGENT_ERROR, run.report
+    assert "this session has used its 3 model calls" in run.report.detail
+    assert len(run.ledger.records) == 3
+    assert run.ledger.complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen_code", "opencode", "gemini_cli"])
+async def test_the_calls_of_a_sub_agent_are_told_from_the_agent_s(name: str, repo: Path, proxy: ProxyServer):
+    run = await drive(build(name), repo, proxy, "cli_scripts_helpers:delegates")
+    assert run.report.outcome is Outcome.COMPLETED, run.report
+    kinds = [record.kind for record in run.ledger.records]
+    assert kinds.count(CallKind.SUB_AGENT) == 2
+    assert (kinds[0], kinds[-1]) == (CallKind.AGENT, CallKind.AGENT)
+    assert set(kinds) == {CallKind.AGENT, CallKind.SUB_AGENT}
+    assert ANSWER in await asyncio.to_thread(_text, run, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen_code", "opencode", "gemini_cli"])
+async def test_the_search_tools_work_without_a_network(name: str, repo: Path, proxy: ProxyServer):
+    """opencode would fetch its ripgrep from the network; Qwen Code's own is packed unable to run."""
+    run = await drive(build(name), repo, proxy, "cli_scripts_helpers:searches")
+    before, after = [await asyncio.to_thread(_text, run, at) for at in (0, 1)]
+    results = after.removeprefix(before)
+    assert 'return "helo "' in results, results
+    assert results.count("/testbed/hello.py") >= (2 if name == "opencode" else 1), results
+    assert len(run.ledger.records) == 2
 
 
 async def test_a_cli_that_hangs_is_an_agent_timeout(repo: Path, proxy: ProxyServer):
@@ -163,6 +211,6 @@ async def test_the_instruction_reaches_every_model_word_for_word(repo: Path, tmp
     assert [INSTRUCTION in text for text in words] == [True] * len(WIRES)
 
 
-def _text(run: Run) -> str:
-    """The first prompt, as the engine's tokenizer spells it."""
-    return tokenizer.load(tokenizer.fetch(STORE)).decode(run.ledger.records[0].prompt_ids)
+def _text(run: Run, at: int = 0) -> str:
+    """A prompt, by default the first, as the engine's tokenizer spells it."""
+    return tokenizer.load(tokenizer.fetch(STORE)).decode(run.ledger.records[at].prompt_ids)
