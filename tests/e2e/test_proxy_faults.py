@@ -2,6 +2,7 @@
 the limits of calls and turns, and on two days."""
 
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -34,6 +35,7 @@ CLIS = (
     pytest.param("pi", marks=pytest.mark.slow),
     pytest.param("mini_swe_agent", marks=pytest.mark.slow),
 )
+MORE = tuple(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen_code", "opencode", "gemini_cli"))
 
 
 class Faulty(ScriptedEngine):
@@ -136,10 +138,11 @@ class Elsewhere(Worn):
     """As if the harness ran on another day, on a node with another kernel, in another time zone."""
 
     def decode(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> ModelRequest:
-        days = {(datetime.now(UTC) + timedelta(days=off)).date().isoformat() for off in (-1, 0, 1)}
-        text = json.dumps(body)
-        for here in (*days, os.uname().release, os.uname().version):
-            text = text.replace(json.dumps(here)[1:-1], "2031-07-19" if here in days else "5.15.0-1084-aws")
+        text, there = json.dumps(body), datetime(2031, 7, 19, tzinfo=UTC)
+        for day, form in itertools.product(range(-1, 2), ("%Y-%m-%d", "%A, %B %-d, %Y", "%a %b %d %Y")):
+            text = text.replace((datetime.now(UTC) + timedelta(day)).strftime(form), there.strftime(form))
+        for here in (os.uname().release, os.uname().version):
+            text = text.replace(json.dumps(here)[1:-1], "5.15.0-1084-aws")
         return self._dialect.decode(path, headers, json.loads(text.replace("Etc/UTC", "America/New_York")))
 
 
@@ -194,7 +197,7 @@ async def test_every_cli_stops_by_itself_at_the_call_limit(name: str, tmp_path: 
     assert len(run.ledger.records) == session.calls == 2
 
 
-@pytest.mark.parametrize("name", CLIS)
+@pytest.mark.parametrize("name", [*CLIS, *MORE])
 async def test_every_cli_is_stopped_after_exactly_its_turns_by_the_proxy(name: str, tmp_path: Path) -> None:
     """Codex and Pi have no limit of their own; the same from outside for those that have one (set higher here)."""
     repo = repository(tmp_path / "repo")
@@ -204,7 +207,7 @@ async def test_every_cli_is_stopped_after_exactly_its_turns_by_the_proxy(name: s
     assert (session.outcome, session.ended.is_set()) == (Outcome.TURN_LIMIT, True)
     assert "its 3 turns" in str(session.first_error)
     assert not run.exit.timed_out
-    assert run.exit.seconds < 60
+    assert run.exit.seconds < (30 if name in ("codex", "pi") else 110)
     assert len(run.ledger.records) == len(run.ledger.delivered) == session.limits.turns() == 3
 
 
@@ -256,7 +259,7 @@ async def test_claude_goes_on_from_a_cut_answer_in_the_same_chain(tmp_path: Path
 
 
 @pytest.mark.parametrize(("steady", "same"), [(True, True), (False, False)])
-@pytest.mark.parametrize("name", [cli for cli in CLIS if cli.values[0] != "pi"])
+@pytest.mark.parametrize("name", [cli for cli in (*CLIS, *MORE) if cli.values[0] != "pi"])
 async def test_rollouts_of_two_days_on_two_kernels_have_one_first_prompt(
     name: str, steady: bool, same: bool, tmp_path: Path
 ) -> None:
