@@ -15,12 +15,13 @@ DEMO_ARGS = $(if $(HARNESS),--harness '$(HARNESS)') $(if $(TASK),--task '$(TASK)
 COVERAGE = --cov=polar_env --cov-report=term --cov-fail-under=90
 DEFAULT_SET = not vllm and not nemo_rl and not slow
 
-.PHONY: help demo test test-all test-vllm lint format clean
+.PHONY: help demo test test-all conformance test-vllm lint format clean
 
 help:
 	@echo "make demo       GRPO groups of four real agent CLIs on real tasks, graded (HARNESS= TASK= ENGINE= MODEL_URL= DATA=)"
 	@echo "make test       lint, types and the default tests with coverage: what CI runs, under 15 minutes"
 	@echo "make test-all   and the slow tests and those that need NeMo-RL (skipped, and said so, where it is not importable)"
+	@echo "make conformance  every real CLI in every case of tests/conformance/cases.py, and the matrix (half an hour)"
 	@echo "make test-vllm  a real vLLM on this CPU (installs 3.5 GB into .venv-vllm on first use)"
 	@echo "make lint       ruff and pyright alone;  make format;  make clean"
 
@@ -39,6 +40,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not vllm" $(COVERAGE) $(PYTEST_ARGS)
+
+conformance:
+	@$(BOOTSTRAP) --test
+	$(BIN)/python -m pytest -m conformance $(PYTEST_ARGS)
 
 test-vllm:
 	@$(BOOTSTRAP) --test

@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import subprocess
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -126,11 +126,18 @@ async def proxy_with(**config: Any) -> AsyncGenerator[ProxyServer]:
 
 
 async def drive(
-    harness: Harness, repo: Path, proxy: ProxyServer, script: str, *, seconds: float = 100.0, **changes: Any
+    harness: Harness,
+    repo: Path,
+    proxy: ProxyServer,
+    script: str,
+    *,
+    seconds: float = 100.0,
+    beside: Callable[[Sandbox], AbstractAsyncContextManager[Any]] = nullcontext,
+    **changes: Any,
 ) -> Run:
     """One run of the harness on ``repo`` in a sandbox of its own, with no network but the proxy's listener.
 
-    ``changes`` go into the job (``a_job``).
+    ``changes`` go into the job (``a_job``); ``beside`` is open for as long as the sandbox is.
     """
     mounts = await harness.install(STORE)
     box = Box(
@@ -145,7 +152,11 @@ async def drive(
         engine_session=EngineSession("s", harness=harness.name, script=script, gold_patch=GOLD),
         classify=harness.classify,
     )
-    async with open_sandbox(box, SandboxConfig()) as sandbox, proxy.listen(sandbox.listener(MODEL_PORT)):
+    async with (
+        open_sandbox(box, SandboxConfig()) as sandbox,
+        proxy.listen(sandbox.listener(MODEL_PORT)),
+        beside(sandbox),
+    ):
         exit = await _run(harness, sandbox, a_job(key=session.key, **changes), seconds)
         ledger = await session.close()
         file = (await sandbox.read("/testbed/hello.py")).decode()

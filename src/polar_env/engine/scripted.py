@@ -120,7 +120,7 @@ def spell(turn: scripts.Turn) -> str:
     """The turn in the hermes form of the Qwen templates, up to and without the end token."""
     thought = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     calls = [
-        f'{_CALL_OPEN}\n{{"name": "{call.name}", "arguments": {scripts.arguments_json(call.arguments)}}}\n{_CALL_CLOSE}'
+        f'{_CALL_OPEN}\n{{"name": "{call.name}", "arguments": {call.written}}}\n{_CALL_CLOSE}'
         for call in turn.calls
     ]
     return thought + "\n".join([turn.text, *calls] if turn.text else calls)
@@ -165,7 +165,7 @@ def _calls(prompt: "array[int]", sampled: _Sampled) -> tuple[ToolCall, ...]:
         ToolCall(
             f"call_{hashlib.sha256(digest.digest() + bytes([index])).hexdigest()[:24]}",
             call.name,
-            scripts.arguments_json(call.arguments),
+            call.written,
         )
         for index, call in enumerate(sampled.turn.calls)
     )

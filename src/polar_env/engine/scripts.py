@@ -40,10 +40,15 @@ _TEXT_ONLY = ("Respond with TEXT ONLY", "CONTEXT CHECKPOINT COMPACTION")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call to make; ``arguments`` are written as JSON in this order."""
+    """A tool call to make; ``arguments`` are written as JSON in this order, or as ``raw`` spells them."""
 
     name: str
     arguments: Mapping[str, Any]
+    raw: str = ""
+
+    @property
+    def written(self) -> str:
+        return self.raw or arguments_json(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,152 @@
+"""The real CLIs, unmodified and pinned, against the scripted engine, each in a network namespace of its own.
+
+The table is ``cases.py``; ``make conformance`` runs all of it and prints the matrix.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.cases import CASES, CI, CLIS, LOOKUPS, Case, Expected, expected
+from conformance.dns import NameServer, names_asked_in
+from conformance.engine import FaultyEngine
+from harness_helpers import BROKEN, FIXED, STORE, Run, build, drive, repository
+from polar_env.config import EngineConfig, ProxyConfig, SandboxConfig, TrajectoryConfig
+from polar_env.engine import scripts, tokenizer
+from polar_env.proxy.server import ProxyServer
+from polar_env.proxy.session import Session
+from polar_env.sandbox import Box, Overlay
+from polar_env.sandbox.sandbox import Sandbox, open_sandbox
+from polar_env.trajectory import build as chains_of
+from polar_env.types import CallKind
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+LETTERS = {CallKind.AGENT: "A", CallKind.SUB_AGENT: "S", CallKind.COMPACTION: "C", CallKind.SIDE: "s"}
+
+CELLS = [
+    pytest.param(cli, case, marks=() if (cli, case) in CI else pytest.mark.slow, id=f"{cli}-{case}")
+    for cli, case in product(CLIS, CASES)
+]
+
+
+class WatchedProxy(ProxyServer):
+    """Keeps the session it opened, to ask it afterwards."""
+
+    session: Session
+
+    def open(self, **options: Any) -> Session:
+        self.session = super().open(**options)
+        return self.session
+
+
+@dataclass
+class Watch:
+    """The name server of a run's sandbox."""
+
+    asked: list[str] = field(default_factory=list[str])
+
+    @asynccontextmanager
+    async def __call__(self, sandbox: Sandbox) -> AsyncGenerator[NameServer]:
+        async with names_asked_in(sandbox) as server:
+            self.asked = server.asked
+            yield server
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("cli", "case"), CELLS)
+async def test_a_real_cli_behaves(cli: str, case: str, tmp_path: Path, record_property: Any) -> None:
+    wanted, played = expected(cli, case), CASES[case]
+    if isinstance(wanted, str):
+        pytest.skip(wanted)
+    words = await asyncio.to_thread(tokenizer.fetch, STORE)
+    engine = FaultyEngine(EngineConfig(kind="scripted", tokenizer=words, max_model_len=65536), played.faults)
+    watch = Watch()
+    async with WatchedProxy(engine, ProxyConfig(max_calls=14)) as proxy:
+        harness = build(cli, extra_args=played.extra.get(cli, ()))
+        job = {**played.job, **played.jobs.get(cli, {})}
+        script = "harness_helpers:whole_file" if cli == "aider" else played.script
+        repo = repository(tmp_path / "repo")
+        run = await drive(harness, repo, proxy, script, seconds=300, beside=watch, **job)
+        failed = proxy.session.usage.failed
+    record_property("measured", measured(run, failed))
+    assert_ended(run, wanted, failed)
+    assert_recorded(run, wanted)
+    assert_accounted(run, wanted)
+    assert_seen(engine, run, played)
+    assert [name for name in watch.asked if not re.fullmatch(LOOKUPS.get(cli, "(?!)"), name)] == []
+
+
+def kinds(run: Run) -> str:
+    return "".join(LETTERS[record.kind] for record in run.ledger.records)
+
+
+def measured(run: Run, failed: int) -> str:
+    """``A4``: four calls in one chain; ``A2/2``: in two; ``+1``: a generation that failed; then an ending."""
+    short = re.sub(r"(.)\1+", lambda found: f"{found[1]}{len(found[0])}", kinds(run))
+    trajectory = chains_of(run.ledger, TrajectoryConfig())
+    chains = f"/{len(trajectory.chains)}" if len(trajectory.chains) != 1 else ""
+    lost = f"-{len(trajectory.left_out)}" if trajectory.left_out else ""
+    again = f"+{failed}" if failed else ""
+    ending = "" if run.report.outcome == "completed" else f" {run.report.outcome}"
+    return short + chains + lost + again + ending
+
+
+def assert_ended(run: Run, wanted: Expected, failed: int) -> None:
+    assert run.report.outcome is wanted.outcome, run.report
+    assert not run.exit.timed_out
+    assert failed == wanted.failed
+    assert run.file == (FIXED if wanted.fixed else BROKEN)
+
+
+def assert_recorded(run: Run, wanted: Expected) -> None:
+    """Exactly the calls that were expected; a sub-agent's are a thread beside the main one."""
+    assert run.ledger.complete, run.ledger.holes
+    assert re.fullmatch(wanted.kinds, kinds(run)), kinds(run)
+    assert [record.index for record in run.ledger.records] == list(range(len(run.ledger.records)))
+    assert {record.thread for record in run.ledger.records if record.kind is CallKind.AGENT} <= {""}
+    assert len({record.thread for record in run.ledger.records if record.kind is CallKind.SUB_AGENT}) <= 1
+
+
+def assert_accounted(run: Run, wanted: Expected) -> None:
+    trajectory = chains_of(run.ledger, TrajectoryConfig())
+    sampled = {record.call_id: len(record.sampled_ids) for record in run.ledger.records}
+    left_out = sum(sampled[call_id] for call_id in trajectory.left_out)
+    trained = sum(chain.trainable_tokens for chain in trajectory.chains)
+    assert trained + left_out == sum(sampled.values()) > 0
+    assert sorted(trajectory.left_out.values()) == sorted(wanted.left_out)
+    assert len(trajectory.chains) == wanted.chains, [len(chain.turns) for chain in trajectory.chains]
+
+
+def assert_seen(engine: FaultyEngine, run: Run, played: Case) -> None:
+    """The results reached the model, under the ids of the calls, with the arguments as they were meant."""
+    messages = engine.requests[-1].messages
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    for words in played.result:
+        assert any(words in scripts.text_of(message) for message in results.values()), results
+    if played.same_arguments or played.result:
+        first = run.ledger.records[0].turn.tool_calls
+        assert [call.id for call in first] == list(results)[: len(first)]
+    if played.same_arguments:
+        said = [call["function"] for message in messages for call in message.get("tool_calls", [])]
+        sampled = run.ledger.records[0].turn.tool_calls[0].arguments
+        assert json.loads(said[0]["arguments"]) == json.loads(sampled)
+
+
+async def test_a_name_that_is_looked_up_in_the_sandbox_is_seen(tmp_path: Path) -> None:
+    """The other side of "no name was looked up"."""
+    watch = Watch()
+    box = Box(workdir="/testbed", overlays=(Overlay(repository(tmp_path / "repo"), "/testbed"),))
+    async with open_sandbox(box, SandboxConfig()) as sandbox, watch(sandbox):
+        found = await sandbox.exec(["getent", "hosts", "telemetry.example.org"], timeout=20)
+        local = await sandbox.exec(["getent", "hosts", "localhost"], timeout=20)
+    assert (found.code, local.code) == (2, 0)
+    assert set(watch.asked) == {"telemetry.example.org"}
