@@ -57,7 +57,8 @@ class ProxyServer:
     """The proxy of one process: all sessions, any number of listeners, one engine.
 
     ``async with ProxyServer(engine, config) as proxy``. Generations live in its task group; leaving closes every
-    session. ``model`` is the one name that GET /v1/models lists; ``dialects`` are dotted paths, first match wins.
+    session. ``model`` is the one name that GET /v1/models lists: the name harnesses are told, which is not the engine's
+    own (often a path of this machine). ``dialects`` are dotted paths, first match wins.
     """
 
     def __init__(
