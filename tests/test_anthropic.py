@@ -139,13 +139,22 @@ def test_an_assistant_turn_carries_reasoning_text_and_calls():
     ]
 
 
-def test_tool_results_come_in_the_order_received_and_before_what_the_user_adds():
+def test_tool_results_of_no_call_keep_their_order_and_come_before_what_the_user_adds():
     second = {"type": "tool_result", "tool_use_id": "b", "content": [text("two"), text("lines")]}
     first = {"type": "tool_result", "tool_use_id": "a", "content": "one", "is_error": True}
     assert chat(user(second, text("<system-reminder>"), first)) == [
         {"role": "tool", "tool_call_id": "b", "content": [text("two"), text("lines")]},
         {"role": "tool", "tool_call_id": "a", "content": "one"},
         {"role": "user", "content": "<system-reminder>"},
+    ]
+
+
+def test_results_are_told_in_the_order_of_their_calls_because_templates_write_no_ids():
+    calls = [{"type": "tool_use", "id": name, "name": "Bash", "input": {}} for name in "abc"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": f"of {name}"} for name in ("c", "x", "a", "b")]
+    told = chat(user(text("go")), {"role": "assistant", "content": calls}, user(*results), user(text("and on")))
+    assert [message.get("tool_call_id", message["role"]) for message in told] == [
+        *("user", "assistant", "a", "b", "c", "x", "user"),
     ]
 
 

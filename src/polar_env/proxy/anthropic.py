@@ -61,7 +61,8 @@ class Anthropic:
         return ModelRequest(
             wire=self.wire,
             model=text_of(body.get("model")),
-            messages=tuple(messages),
+            # Claude Code sends results in order of completion.
+            messages=tuple(render.in_call_order(messages)),
             tools=tuple(_tools(array(body.get("tools")), notes)),
             tool_choice=text_of(choice.get("name")) if kind == "tool" else _CHOICES.get(kind, "auto"),
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
@@ -125,7 +126,7 @@ def _decode_message(message: dict[str, Any], notes: Notes) -> list[ChatMessage]:
 
 
 def _user(value: object, notes: Notes, *, system: bool) -> list[ChatMessage]:
-    """Tool results in the order received (Claude sends them in order of completion), then what the user added."""
+    """Tool results in the order received, then what the user added."""
     blocks = array(value)
     results = [block for block in blocks if obj(block).get("type") == "tool_result"]
     out: list[ChatMessage] = [_tool_result(block, notes) for block in results]

@@ -140,6 +140,24 @@ def assistant_message(text: str, calls: Iterable[ChatToolCall] = (), reasoning: 
     return message
 
 
+def in_call_order(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Results that follow a turn in the order of its calls; those of no call of it stay behind them as they came.
+
+    Chat templates (Qwen2.5, Qwen3) write results without ids: in another order the model would take one for another.
+    """
+    ordered, calls = list[ChatMessage](), dict[str, int]()
+    run = list[ChatMessage]()
+    for message in messages:
+        if message["role"] == "tool":
+            run.append(message)
+            continue
+        ordered += sorted(run, key=lambda result: calls.get(result.get("tool_call_id", ""), len(calls)))
+        run = []
+        calls = {call["id"]: index for index, call in enumerate(message.get("tool_calls", []))}
+        ordered.append(message)
+    return ordered + sorted(run, key=lambda result: calls.get(result.get("tool_call_id", ""), len(calls)))
+
+
 def turn_message(turn: AssistantTurn) -> ChatMessage:
     """The turn as the next request of a faithful harness will carry it."""
     calls = [chat_call(call.id, call.name, call.arguments) for call in turn.tool_calls]
