@@ -26,7 +26,7 @@ def delegates(scene: Scene) -> Turn:
     wanted = {
         "description": "Look",
         "prompt": TASK,
-        "subagent_type": "general-purpose" if tool["name"] == "agent" else "general",
+        "subagent_type": "general-purpose" if tool["name"].lower() == "agent" else "general",
         "agent_name": "generalist",
     }
     return Turn("", (call(tool, {key: wanted[key] for key in wanted if key in tool["parameters"]["properties"]}),))

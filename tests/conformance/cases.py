@@ -40,6 +40,7 @@ class Case:
     result: tuple[str, ...] = ()
     job: Mapping[str, Any] = field(default_factory=dict[str, Any])
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    scripts: Mapping[str, str] = field(default_factory=dict[str, str])
     jobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     same_arguments: bool = False
     """The call's arguments come back with the meaning they were sampled with."""
@@ -50,6 +51,7 @@ NEVER = "it never compacts"
 FIX = Expected("A{4}", fixed=True)
 ONCE = replace(FIX, failed=1)
 TWO = Expected("AA")
+OVERFLOWN = Expected("A{3}", Outcome.CONTEXT_OVERFLOW, failed=1)
 
 CASES: dict[str, Case] = {
     "edit": Case(
@@ -61,6 +63,7 @@ CASES: dict[str, Case] = {
             "codex": replace(FIX, kinds="A{3}"),
             "aider": replace(FIX, kinds="A"),
         },
+        scripts={"aider": "harness_helpers:whole_file"},
     ),
     "parallel": Case("conformance.scripts:parallel", TWO, {"aider": NO_TOOLS}, result=("first", "second")),
     "odd_arguments": Case(
@@ -75,7 +78,7 @@ CASES: dict[str, Case] = {
         "conformance.scripts:blank_text",
         TWO,
         # The block is not in the history any more.
-        {"claude_code": replace(TWO, chains=2), "aider": NO_TOOLS},
+        {"claude_code": replace(TWO, chains=2), "pi": replace(TWO, chains=2), "aider": NO_TOOLS},
         result=("first",),
     ),
     "reasoning": Case("think", FIX, {"aider": NO_TOOLS}),
@@ -83,13 +86,20 @@ CASES: dict[str, Case] = {
         "cli_scripts_helpers:delegates",
         Expected("AS{2}A", chains=2),
         {
-            "codex": "sub-agents are off in the preset",
+            # It goes on while the sub-agent works.
+            "claude_code": Expected("A(ASS|SAS|SSA)A", chains=2),
+            "codex": Expected("A(ASS|SAS|SSA)A", chains=2),
             "pi": "it has no sub-agents",
             "mini_swe_agent": "it has no sub-agents",
             "openhands": "sub-agents are off in the preset",
             "aider": NO_TOOLS,
         },
-        extra={"claude_code": ("--tools", "Bash,Edit,Read,Write,Agent")},
+        # The presets offer none.
+        extra={
+            "claude_code": ("--tools", "Bash,Edit,Read,Write,Agent"),
+            "codex": ("-c", "agents.enabled=true"),
+        },
+        scripts={"codex": "conformance.scripts:spawns"},
     ),
     "compaction": Case(
         "conformance.scripts:fills",
@@ -104,12 +114,30 @@ CASES: dict[str, Case] = {
     "malformed": Case("fix", FIX, dict.fromkeys(CLIS, "the proxy never emits a broken event: sse property tests")),
     "overflow": Case(
         "conformance.scripts:looks",
-        Expected("AACA", chains=3, failed=1),
-        {"aider": NO_TOOLS, "openhands": NEVER},
-        {2: "overflow"},
+        Expected("A{3}CA", chains=3, failed=1),
+        {
+            "codex": OVERFLOWN,  # a refused request never compacts it; its own count does
+            "gemini_cli": OVERFLOWN,
+            "mini_swe_agent": OVERFLOWN,
+            "openhands": NEVER,
+            "aider": NO_TOOLS,
+        },
+        {3: "overflow"},
+        # They think there is room yet. Pi does not compact less than 20,000 tokens.
+        job={"context_window": 131072},
     ),
     "silence_40s": Case("fix", FIX, {"aider": NO_TOOLS}, {1: "silent"}),
-    "length_stop": Case("fix", Expected("A{5}", fixed=True), {"aider": NO_TOOLS}, {0: "cut"}),
+    "length_stop": Case(
+        "fix",
+        Expected("A{5}", fixed=True),
+        {
+            # These take a cut answer for the end of the run, and so do not get to the fix.
+            "codex": Expected("A", Outcome.AGENT_ERROR),
+            "pi": Expected("A"),
+            "aider": NO_TOOLS,
+        },
+        {0: "cut"},
+    ),
 }
 
 CI = {("claude_code", "edit"), ("claude_code", "parallel"), ("claude_code", "reset")}

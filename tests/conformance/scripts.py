@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+from cli_scripts_helpers import TASK, delegates
 from polar_env.engine.scripts import Call, Scene, Turn, text_of
 
 SUMMARY = "nothing else needs to be kept"
@@ -49,8 +50,22 @@ def looks(scene: Scene) -> Turn:
     """Three commands and the end; after a summary, the end."""
     if scene.step >= 3 or _summed_up(scene):
         return scene.finish("It is done.")
-    return Turn("Once more.", (scene.shell(f"seq {scene.step} 900"),))
+    return Turn("Once more.", (scene.shell(f"seq {scene.step} 4000"),))
 
 
 def _summed_up(scene: Scene) -> bool:
     return any(SUMMARY in text_of(message) for message in scene.request.messages)
+
+
+def spawns(scene: Scene) -> Turn:
+    """Codex: a sub-agent is spawned, waited for and has its say; then the end."""
+    spawn, wait = scene.tool("multi_agent_v1__spawn_agent"), scene.tool("multi_agent_v1__wait_agent")
+    said = [text_of(message) for message in scene.request.messages if message["role"] == "user"]
+    if spawn is None or wait is None or any(TASK in text for text in said):
+        return delegates(scene)
+    if scene.step == 0:
+        return Turn("", (Call(spawn["name"], {"message": TASK}),))
+    if scene.step == 1:
+        spawned = json.loads(text_of(scene.request.messages[-1]))
+        return Turn("", (Call(wait["name"], {"targets": [spawned["agent_id"]], "timeout_ms": 60000}),))
+    return scene.finish("It is done.")

@@ -73,7 +73,7 @@ async def test_a_real_cli_behaves(cli: str, case: str, tmp_path: Path, record_pr
     async with WatchedProxy(engine, ProxyConfig(max_calls=14)) as proxy:
         harness = build(cli, extra_args=played.extra.get(cli, ()))
         job = {**played.job, **played.jobs.get(cli, {})}
-        script = "harness_helpers:whole_file" if cli == "aider" else played.script
+        script = played.scripts.get(cli, played.script)
         repo = repository(tmp_path / "repo")
         run = await drive(harness, repo, proxy, script, seconds=300, beside=watch, **job)
         failed = proxy.session.usage.failed
