@@ -511,3 +511,12 @@ async def test_two_sessions_may_render_at_the_same_time(engine):
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(play(engine, request, Session(f"s{i}", script="silent"))) for i in range(8)]
     assert len({len(task.result()[1].prompt_ids) for task in tasks}) == 1
+
+
+def test_arguments_may_be_spelt_in_the_scripts_own_way_and_the_ids_spell_them_so():
+    raw = '{  "command" :   "echo h\\u00e9llo" \n}'
+    odd = scripts.Turn("", (scripts.Call("bash", {"command": "echo héllo"}, raw=raw),))
+    assert f'"arguments": {raw}}}' in spell(odd)
+    assert spell(replace(odd, calls=(replace(odd.calls[0], raw=""),))).endswith(
+        '{"name": "bash", "arguments": {"command": "echo héllo"}}\n</tool_call>'
+    )
