@@ -265,6 +265,14 @@ def test_gemini_cli_ends_as_its_result_event_says(result: dict[str, Any], code: 
     assert (report.outcome, report.detail, report.final_text) == (outcome, detail, "All done.")
 
 
+def test_gemini_cli_exits_with_0_after_empty_answers_and_names_the_reason_in_an_event_of_its_own():
+    trouble = {"type": "error", "severity": "error", "message": "The model returned an empty response."}
+    report = build("gemini_cli").read(ended(lines(trouble, {"type": "result", "status": "error"}), code=0))
+    assert (report.outcome, report.detail) == (Outcome.AGENT_ERROR, "The model returned an empty response.")
+    assert build("gemini_cli").read(ended(lines(trouble, GEMINI_DONE))).outcome is Outcome.COMPLETED
+    assert build("gemini_cli").read(ended(lines(trouble), "Killed", 137)).detail.endswith("last words: Killed")
+
+
 def test_gemini_cli_that_calls_a_tool_last_still_has_its_last_words():
     stream = lines(gemini_said("I look."), TOOL, gemini_failed("FatalTurnLimitedError", ""))
     report = build("gemini_cli").read(ended(stream, code=53))

@@ -1,9 +1,9 @@
 """Gemini CLI (Google generateContent): launch profile, request marks and event stream.
 
 Its first message holds the day and a tree of the working directory; the engine is shown one day (``volatile``).
-What it sends for N turns is N requests; an empty answer it asks for again with a note. It takes a model it does not
-know to have a million tokens and compacts only between prompts of a user, of which a rollout has one: a full context
-ends it, with the outcome context_overflow.
+What it sends for N turns is N requests; an empty answer it asks for again, three times, with a note. It takes a model
+it does not know to have a million tokens and compacts only between prompts of a user, of which a rollout has one: a
+full context ends it, with the outcome context_overflow.
 """
 
 import json
@@ -83,9 +83,12 @@ class GeminiCli:
         return (CallKind.AGENT if declared else kind_by_system(body)), ""
 
     def read(self, exit: HarnessExit) -> Report:
-        """The last ``result`` event decides; text comes in pieces, one message until the next tool call."""
+        """The last ``result`` event decides, and where it gives no reason the last ``error`` event (exit code 0 then).
+
+        Text comes in pieces, one message until the next tool call.
+        """
         result: dict[str, Any] = {}
-        said, closed = "", True
+        said, closed, trouble = "", True, ""
         for event in json_lines(exit.stdout):
             kind = event.get("type")
             if kind == "message" and event.get("role") == "assistant":
@@ -93,18 +96,20 @@ class GeminiCli:
                 closed = False
             elif kind == "result":
                 result = event
+            elif kind == "error":
+                trouble = string(event.get("message")) or trouble
             closed = closed or kind == "tool_use"
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)
-        return _report(result, said) or Report(Outcome.AGENT_ERROR, died(self.name, exit), said)
+        return _report(result, said, trouble) or Report(Outcome.AGENT_ERROR, died(self.name, exit), said)
 
 
-def _report(result: Mapping[str, Any], said: str) -> Report | None:
+def _report(result: Mapping[str, Any], said: str, trouble: str) -> Report | None:
     if result.get("status") == "success":
         return Report(Outcome.COMPLETED, "", said)
     error = mapping(result.get("error"))
-    kind, message = string(error.get("type")), tail(string(error.get("message")))
-    if not (kind or message):
+    kind, message = string(error.get("type")), tail(string(error.get("message")) or trouble)
+    if not result or not (kind or message):
         return None
     if kind == "FatalTurnLimitedError":
         return Report(Outcome.TURN_LIMIT, message or kind, said)

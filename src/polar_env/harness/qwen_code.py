@@ -1,9 +1,9 @@
 """Qwen Code (OpenAI Chat): launch profile, request marks and event stream.
 
 Its first message holds the day, twice, and a tree of the working directory; the engine is shown one day (``volatile``).
-What it sends for N turns is N requests; an empty answer, or one with arguments that are not JSON, it asks for once more
-with the same request. It keeps 23,000 tokens of the window free and begins with a prompt of 15,000: in a window of
-40,000 it has no room.
+What it sends for N turns is N requests; an empty answer it asks for again up to four times, over half a minute, and one
+with arguments that are not JSON once, with the same request. It keeps 23,000 tokens of the window free and begins with
+a prompt of 14,000: in a window of 40,000 it has no room.
 
 Its own sub-agents run beside the main line and report when they are done. Two of them with word for word the same
 prompt cannot be told apart by anybody who sees their requests.
