@@ -16,7 +16,7 @@ SILENCE = 40.0
 
 
 class FaultyEngine(ScriptedEngine):
-    """``faults``: number of the generation, from 0 -> busy, broken, reset, overflow, silent, cut."""
+    """``faults``: number of the generation, from 0 -> its kind, as below."""
 
     def __init__(self, config: EngineConfig, faults: Mapping[int, str]) -> None:
         super().__init__(config)
@@ -37,6 +37,10 @@ class FaultyEngine(ScriptedEngine):
                 yield Delta("text", "I was about to")
                 await asyncio.sleep(0.5)  # until the headers and this much have left
                 raise EngineError("a worker died in mid-stream")
+            case "malformed":
+                yield Delta("text", "I was about to")
+                await asyncio.sleep(0.5)
+                raise KeyError("choices")  # what reading a piece that is no chunk comes to
             case "overflow":
                 raise EngineOverflow(
                     "This model's maximum context length is 8192 tokens. However, your request has 9000 input tokens."
