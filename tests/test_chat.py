@@ -106,6 +106,17 @@ def test_arguments_keep_every_byte_and_objects_become_text():
     assert [each["function"]["arguments"] for each in message["tool_calls"]] == [odd, '{"é": 1}']
 
 
+def test_what_is_left_of_a_broken_answer_is_no_turn_of_the_model():
+    """opencode keeps an empty message before the answer it then got; an empty answer elsewhere was one."""
+    nothing, said = {"role": "assistant", "content": ""}, {"role": "assistant", "content": "Now."}
+    asked = {"role": "user", "content": "go"}
+    request = decode([asked, nothing, said, asked, nothing])
+    assert list(request.messages) == [asked, said, asked, nothing]
+    assert "messages:nothing" in request.ignored
+    thought = {**nothing, "reasoning_content": "Hm."}
+    assert chat(asked, thought, said) == [asked, thought, said]
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_comes_back_by_either_name(key: str):
     assert chat({"role": "assistant", "content": "x", key: " hm\n"})[0]["reasoning_content"] == " hm\n"

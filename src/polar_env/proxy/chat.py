@@ -3,6 +3,7 @@
 Source: platform.openai.com, "Chat"; ``reasoning_content`` is the name vLLM and DeepSeek gave to reasoning.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class Chat:
         return ModelRequest(
             wire=self.wire,
             model=text_of(body.get("model")),
-            messages=tuple(_decode_message(message, notes) for message in raw),
+            messages=tuple(_without_stubs([_decode_message(message, notes) for message in raw], notes)),
             tools=tuple(_tools(array(body.get("tools")), notes)),
             tool_choice=_tool_choice(body.get("tool_choice")),
             parallel_tool_calls=body.get("parallel_tool_calls") is not False,
@@ -114,6 +115,19 @@ def _decode_message(message: dict[str, Any], notes: Notes) -> ChatMessage:
     if isinstance(message.get("name"), str):
         out["name"] = message["name"]
     return out
+
+
+def _without_stubs(messages: list[ChatMessage], notes: Notes) -> Iterable[ChatMessage]:
+    """Leave out an assistant's message of nothing right before the next of its messages.
+
+    That is what opencode 1.18 keeps of an answer whose stream broke, before the answer it got when it asked again
+    (measured): no model said it.
+    """
+    for message, after in itertools.zip_longest(messages, messages[1:]):
+        if message == render.assistant_message("") and after is not None and after["role"] == "assistant":
+            notes.ignore("messages:nothing")
+        else:
+            yield message
 
 
 def _assistant(message: dict[str, Any], notes: Notes) -> ChatMessage:
