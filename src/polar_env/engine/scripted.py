@@ -120,8 +120,7 @@ def spell(turn: scripts.Turn) -> str:
     """The turn in the hermes form of the Qwen templates, up to and without the end token."""
     thought = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     calls = [
-        f'{_CALL_OPEN}\n{{"name": "{call.name}", "arguments": {call.written}}}\n{_CALL_CLOSE}'
-        for call in turn.calls
+        f'{_CALL_OPEN}\n{{"name": "{call.name}", "arguments": {call.written}}}\n{_CALL_CLOSE}' for call in turn.calls
     ]
     return thought + "\n".join([turn.text, *calls] if turn.text else calls)
 
