@@ -21,7 +21,7 @@ def odd_arguments(scene: Scene) -> Turn:
     """Spaces, escapes, keys in another order than the schema's, a number with an exponent: JSON a model may write."""
     if scene.step:
         return scene.finish("It has run.")
-    return Turn("", (odd(scene, scene.shell("printf '%s\\n' \"h\u00e9llo/\u2603\"")),))
+    return Turn("", (odd(scene, scene.shell("printf %s \"h\u00e9llo/\u2603\" | od -An -tx1 | tr -d ' '")),))
 
 
 def odd(scene: Scene, call: Call) -> Call:
