@@ -28,7 +28,7 @@ from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 from polar_env.trajectory import build as chains_of
 from polar_env.types import CallKind
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.conformance, pytest.mark.timeout(400)]
 
 LETTERS = {CallKind.AGENT: "A", CallKind.SUB_AGENT: "S", CallKind.COMPACTION: "C", CallKind.SIDE: "s"}
 
@@ -61,7 +61,6 @@ class Watch:
             yield server
 
 
-@pytest.mark.conformance
 @pytest.mark.parametrize(("cli", "case"), CELLS)
 async def test_a_real_cli_behaves(cli: str, case: str, tmp_path: Path, record_property: Any) -> None:
     wanted, played = expected(cli, case), CASES[case]
