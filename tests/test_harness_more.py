@@ -103,6 +103,14 @@ def test_qwen_code_calls_are_told_apart_by_their_system_prompt_tools_or_not(syst
     assert build("qwen_code").classify({}, {"messages": messages, "tools": TOOLS}) == (kind, "")
 
 
+def test_qwen_code_asks_for_a_summary_behind_the_whole_history_too():
+    asked = [{"role": "system", "content": "You are Qwen Code, an agent."}, {"role": "user", "content": "fix it"}]
+    body = {"messages": [*asked, {"role": "user", "content": SUMMARISER}], "tools": TOOLS}
+    assert build("qwen_code").classify({}, body) == (CallKind.COMPACTION, "")
+    quoted = {"messages": [*asked, {"role": "user", "content": f"The prompt says: {SUMMARISER}"}], "tools": TOOLS}
+    assert build("qwen_code").classify({}, quoted) == (CallKind.AGENT, "")
+
+
 CHILD = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
 COMPACTOR = "You are a context summarization agent. Read the transcript."
 

@@ -43,7 +43,7 @@ class FaultyEngine(ScriptedEngine):
                 raise KeyError("choices")  # what reading a piece that is no chunk comes to
             case "overflow":
                 raise EngineOverflow(
-                    "This model's maximum context length is 8192 tokens. However, your request has 9000 input tokens."
+                    "This model's maximum context length is 65536 tokens. However, your request has 66000 input tokens."
                 )
             case "silent":
                 await asyncio.sleep(SILENCE)

@@ -34,8 +34,12 @@ EDITORS = ("edit", "str_replace", "replace")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """mini-swe-agent ends when exactly this is run as a tool call (its own interface, version 2.4)."""
 
-_TEXT_ONLY = ("Respond with TEXT ONLY", "CONTEXT CHECKPOINT COMPACTION")
-"""Markers of a request that offers tools and must be answered in words (compaction in Claude Code and Codex)."""
+_TEXT_ONLY = (
+    "Respond with TEXT ONLY",
+    "CONTEXT CHECKPOINT COMPACTION",
+    "You are the component that summarizes a conversation",
+)
+"""Markers of a request that offers tools and must be answered in words: compaction in Claude Code, Codex, Qwen Code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from polar_env.harness.reading import (
     flat_text,
     json_lines,
     kind_by_system,
+    last_text,
     mapping,
     string,
     timeout,
@@ -39,6 +40,9 @@ SESSION_ID = "00000000-0000-4000-8000-000000000001"
 """The same in every rollout: paths derived from it may reach the prompt."""
 TURN_LIMIT_CODE = 53
 """It ends with this exit code and no final event (design: harnesses §6)."""
+COMPACTION_MARK = "You are the component that summarizes a conversation"
+"""Its summary is asked for twice: at first as a message behind the whole history, with the agent's own system prompt
+and tools; with a system prompt of its own when that brought none (measured, 0.24.4)."""
 API_ERROR = "[API Error"
 """It shows a failed call as if the model had said it."""
 CHATTER = ('^{"type":"user"',)
@@ -86,7 +90,9 @@ class QwenCode:
         return Launch(argv=argv, env=env, files=files, stdin=job.instruction.encode())
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
-        """By the first words of the system prompt (design: harnesses §10): Qwen Code names no session or thread."""
+        """By the first words of the system prompt or the last message: Qwen Code names no session or thread."""
+        if last_text(body).startswith(COMPACTION_MARK):
+            return CallKind.COMPACTION, ""
         return kind_by_system(body), ""
 
     def read(self, exit: HarnessExit) -> Report:
