@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine_helpers import VllmServer
 from polar_env import demo
 from polar_env.config import compose, load
 from polar_env.demo import Demo
-from polar_env.errors import ConfigError
+from polar_env.errors import ConfigError, EngineError
 from polar_env.gym import rows
 from polar_env.gym.resources_server import settings as served
 from polar_env.types import Outcome, VerdictStatus
@@ -103,18 +104,39 @@ def test_servers_get_the_configuration_with_paths_that_hold_anywhere(tmp_path: P
     assert (again.proxy, again.engine) == (config.proxy, config.engine)
 
 
-async def test_everything_is_made_ready_in_sight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def real_policy(url: str, tmp_path: Path) -> Demo:
     config = load(
         {
-            "engine": {"kind": "vllm", "base_urls": ["http://gpu:8000/v1"]},
+            "engine": {"kind": "vllm", "base_urls": [url]},
             "harness": {"name": "shell", "command": ["true"]},
             "store": {"cache": str(tmp_path)},
+            "data": "embedded",
         }
     )
-    await demo.ready(Demo(config=config, harnesses=("shell",)), ())
+    return Demo(config=config, harnesses=("shell",), out=tmp_path / "out")
+
+
+async def test_everything_is_made_ready_in_sight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async with VllmServer(model="tiny-coder").run() as server:
+        await demo.ready(real_policy(server.url, tmp_path), ())
     said = capsys.readouterr().out
     assert "harness shell: installing" in said
-    assert "http://gpu:8000/v1: token ids and log-probabilities are the model's own" in said
+    assert "engine vllm: tiny-coder, window 64" in said
+    assert "token ids and log-probabilities are the model's own" in said
+
+
+def test_a_dead_engine_is_told_before_anything_is_installed_or_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+        demo.run(real_policy("http://127.0.0.1:9/v1", tmp_path))
+    assert "installing" not in capsys.readouterr().out
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_first(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--out"):
+        demo.run(made(out=tmp_path / "file" / "out"))
 
 
 # --- what came of it --------------------------------------------------------------------------------------------
@@ -158,6 +180,13 @@ def test_a_wrong_row_fails_the_demo_and_is_named(
 def test_groups_of_different_harnesses_need_not_share_a_prompt(tmp_path: Path):
     other = [(posted(index, "codex", group=1), answered(solved=index < 2, first=9)) for index in range(4)]
     assert demo.report(made(out=tmp_path), [*GROUP, *other]) == 0
+
+
+def test_rows_that_are_all_masked_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = load({"engine": {"kind": "vllm", "base_urls": ["http://gpu/v1"]}})
+    lost = [(posted(index), answered(solved=False, outcome=Outcome.ENGINE_ERROR)) for index in range(4)]
+    assert demo.report(Demo(config=config, out=tmp_path), lost) == 1
+    assert "every row is masked" in capsys.readouterr().out
 
 
 def test_of_a_real_policy_no_reward_is_expected(tmp_path: Path):

@@ -7,11 +7,14 @@ from contextlib import suppress
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import ProxyConfig
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
-from polar_env.proxy.server import ProxyServer
+from polar_env.proxy.chat import Chat
+from polar_env.proxy.server import ProxyServer, decode, well_formed
 from polar_env.types import CallKind, HoleKind, ModelRequest, Outcome, Sampling, StopReason, WireApi
 from proxy_helpers import PLAIN, GatedLog, PlayedEngine, Reply, Stage, bit, open_session, say, stage
 
@@ -712,3 +715,15 @@ async def test_a_listener_made_elsewhere_serves_and_closes_with_its_connections(
             assert b'"answer 1"' in await reader.readuntil(b"}")
         assert await reader.read() == b"", "an idle connection does not outlive its listener"
         writer.close()
+
+
+@given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_whole_characters_pass_and_half_ones_are_replaced(value: object) -> None:
+    assert well_formed(value) == value
+    assert well_formed(["\ud83d\ude00", {"\ud800x": "cut \ud83d"}]) == ["\U0001f600", {"\ufffdx": "cut \ufffd"}]
+
+
+def test_an_emoji_cut_in_two_reaches_the_engine_as_a_replacement_character() -> None:
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "cut \\ud83d here, \\uD83D\\uDE00 whole"}]}'
+    request, _ = decode(Chat(), "/v1/chat/completions", {}, raw)
+    assert request.messages[0]["content"] == "cut \ufffd here, \U0001f600 whole"

@@ -84,6 +84,20 @@ async def test_a_command_starts_with_default_signals(repo: Path) -> None:
         assert [int(line.split()[1], 16) & ~reserved for line in status.splitlines()] == [0, 0]
 
 
+async def test_a_command_does_not_inherit_what_we_were_started_with(repo: Path) -> None:
+    """A shell starts background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP."""
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    }
+    try:
+        async with open_sandbox(box_of(repo), config()) as sandbox:
+            status = (await sandbox.exec(["grep", "^SigIgn", "/proc/self/status"], timeout=10)).stdout
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert int(status.split()[1], 16) & 0b111 == 0
+
+
 async def test_a_crash_leaves_no_core_file_and_agents_die_first_when_memory_ends(repo: Path) -> None:
     async with open_sandbox(box_of(repo), config()) as sandbox:
         facts = await sandbox.exec(sh("ulimit -c; cat /proc/self/oom_score_adj; kill -SEGV $$"), timeout=10)

@@ -13,7 +13,7 @@ from polar_env.config import PolarConfig, compose, environment, override
 from polar_env.errors import ConfigError, PolarError
 from polar_env.export import FORMATS, Job
 from polar_env.gym import ROOT
-from polar_env.rollout import RolloutJob, harness_class, make_engine, open_proxy, rollout
+from polar_env.rollout import RolloutJob, check, harness_class, open_proxy, rollout
 from polar_env.types import Sampling
 
 
@@ -247,7 +247,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    facts = asyncio.run(_facts(_settings(arguments, "vllm")))
+    facts = asyncio.run(check(_settings(arguments, "vllm")))
     print(f"model {facts.model}: window {facts.max_model_len} tokens, policy version {facts.policy_version}")
     print(
         "ids and log-probs are the model's"
@@ -257,14 +257,6 @@ def _check(arguments: argparse.Namespace) -> int:
     for note in facts.notes:
         print(f"- {note}")
     return 0
-
-
-async def _facts(config: PolarConfig) -> Any:
-    engine = make_engine(config)
-    try:
-        return await engine.check()
-    finally:
-        await engine.aclose()
 
 
 def _config(arguments: argparse.Namespace) -> int:

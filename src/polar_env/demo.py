@@ -15,10 +15,10 @@ from typing import Any
 
 from polar_env.config import PolarConfig
 from polar_env.engine import tokenizer
-from polar_env.errors import ConfigError
+from polar_env.errors import ConfigError, boundary
 from polar_env.gym import contract, launch
 from polar_env.gym.dataset import dataset_row
-from polar_env.rollout import harness_named, make_harness
+from polar_env.rollout import check, harness_named, make_harness
 from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
@@ -53,6 +53,8 @@ def run(demo: Demo) -> int:
     """Run it; 0 when every row is valid and every expected reward came from the grader. Raises PolarError."""
     if demo.rollouts < 1:
         raise ConfigError("a group needs at least one rollout (--rollouts)")
+    with boundary(ConfigError, f"making {demo.out}, where the rows go (--out)"):
+        demo.out.mkdir(parents=True, exist_ok=True)
     tasks = choose(demo)
     asyncio.run(ready(demo, tasks))
     rows = [row for number, task in enumerate(tasks) for row in group_rows(demo, number, task)]
@@ -78,6 +80,9 @@ def choose(demo: Demo) -> tuple[Task, ...]:
 async def ready(demo: Demo, tasks: Sequence[Task]) -> None:
     """Install, fetch and prepare everything once, visibly: the servers then find it in the cache."""
     store = demo.config.store.cache.expanduser()
+    if demo.config.engine.kind != "scripted":
+        facts = await check(demo.config)
+        say(f"engine {demo.config.engine.kind}: {facts.model}, window {facts.max_model_len}, {facts.policy_version}")
     for name in demo.harnesses:
         harness = make_harness(harness_named(demo.config.harness, name))
         say(f"harness {name}: installing from the registry if it is not in {store}")
@@ -90,8 +95,7 @@ async def ready(demo: Demo, tasks: Sequence[Task]) -> None:
         say(f"engine scripted: real tokenizer and chat template from {await asyncio.to_thread(tokenizer.fetch, store)}")
         say("engine scripted: token ids are real tokenisations; LOG-PROBABILITIES ARE SCRIPTED, no model ran")
     else:
-        urls = ", ".join(demo.config.engine.base_urls)
-        say(f"engine {demo.config.engine.kind} at {urls}: token ids and log-probabilities are the model's own")
+        say(f"engine {demo.config.engine.kind}: token ids and log-probabilities are the model's own")
 
 
 def settings(config: PolarConfig) -> dict[str, Any]:
@@ -140,6 +144,8 @@ def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]])
     print(table([line(row, result) for row, result in results]))  # noqa: T201 - the table is the demo's answer
     wrong = [problem for row, result in results for problem in problems(demo, row, result)]
     wrong += [problem for group in groups(results) for problem in contract.group_disagreements(group)]
+    if all(result["mask_sample"] for _, result in results):
+        wrong.append("every row is masked: nothing here would train")
     for problem in wrong:
         say(f"WRONG: {problem}")
     say(f"{len(results)} rows in {path}; {'all' if not wrong else 'NOT all'} valid for NeMo-RL and as expected")

@@ -19,7 +19,7 @@ from polar_env import engine as engine_room
 from polar_env import harness as harness_room
 from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import HarnessConfig, PolarConfig
-from polar_env.engine import Engine
+from polar_env.engine import Engine, EngineFacts
 from polar_env.errors import CaptureError, ConfigError, GradeError, HarnessError, PolarError, SandboxError
 from polar_env.grade import patch as patches
 from polar_env.grade import swebench
@@ -368,3 +368,12 @@ async def open_proxy(config: PolarConfig) -> AsyncGenerator[ProxyServer]:
         stack.push_async_callback(engine.aclose)
         await engine.check()
         yield await stack.enter_async_context(ProxyServer(engine, config.proxy))
+
+
+async def check(config: PolarConfig) -> EngineFacts:
+    """Prove the configured engine with one tiny generation. Raises EngineError with the reason."""
+    engine = make_engine(config)
+    try:
+        return await engine.check()
+    finally:
+        await engine.aclose()

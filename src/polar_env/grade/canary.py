@@ -1,7 +1,8 @@
 """A second run of a resolved patch, with the tests that must pass rewritten to fail: one that still passes was forced.
 
 Reports can be forged from code the denylist cannot see (a package that patches its test runner, a ``setup.py`` that
-installs a plugin). Measured on nine such tricks: all caught, no gold patch hit (design: swebench 5f).
+installs a plugin). Measured on nine such tricks: all caught, no gold patch hit (design: swebench 5f). It is no proof: a
+patch written against it, that tells the two runs apart by the folder or by the rewritten source, still passes.
 """
 
 import ast

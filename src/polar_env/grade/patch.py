@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from polar_env.config import child_environment
-from polar_env.errors import SandboxError, boundary
+from polar_env.errors import HarnessError, SandboxError, boundary
 from polar_env.grade.diff import Section, sections
 from polar_env.sandbox import ExecResult
 from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import WORKDIR, Prepared
+
+
+class UnreadableChangeError(HarnessError):
+    """The agent left a tree that git cannot read (a name git refuses, a closed directory): its doing, so no patch and
+    no mask. Were it ours, an agent could mask its failures."""
+
 
 MAX_BYTES = 1_000_000
 """Largest patch graded. The largest gold patch of SWE-bench Verified is under a tenth of it."""
@@ -84,7 +90,7 @@ tar -C "$GIT_DIR" -xf -
 find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
 find . -type d ! -perm -700 -exec chmod u+rwx {} \; || :
 find . -type f ! -perm -400 -exec chmod u+r {} + || :
-base=$(cat "$GIT_DIR/polar-baseline")
+base=$(cat "$GIT_DIR/polar-baseline") || exit 9
 for name in build dist; do
     git cat-file -e "$base:$name" 2>/dev/null || set -- "$@" ":(exclude,top)$name"
 done
@@ -94,6 +100,8 @@ exec git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-
     --no-indent-heuristic --src-prefix=a/ --dst-prefix=b/ "$base" "$tree"
 """
 """Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch."""
+_OURS = 9
+"""Exit code of that script when the baseline, which is ours, is broken; everything else is the tree the agent left."""
 _LEFT_OUT = tuple(f":(exclude,glob)**/{name}{below}" for name in _JUNK for below in ("", "/**"))
 
 
@@ -137,7 +145,8 @@ async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None =
     what tests and builds leave behind does not. ``baseline`` is a ``snapshot``, needed when ``prepared.repo`` is None.
 
     Raises:
-        SandboxError: the sandbox or git failed; says nothing about the change.
+        SandboxError: the sandbox failed, or it took too long; says nothing about the change.
+        UnreadableChangeError: git cannot read what the agent left.
     """
     if baseline is None:
         if prepared.repo is None:
@@ -154,7 +163,8 @@ async def _run(
     done = await sandbox.exec(argv, env=inside, cwd=WORKDIR, stdin=stdin, timeout=TIMEOUT, output_limit=limit)
     if done.code != 0:
         why = "it took too long" if done.timed_out else done.stderr.decode("utf-8", "replace")[-500:].strip()
-        raise SandboxError(f"extracting the patch: {why}")
+        ours = done.timed_out or done.code == _OURS
+        raise (SandboxError if ours else UnreadableChangeError)(f"extracting the patch: {why}")
     return done
 
 

@@ -76,12 +76,12 @@ def start_ray(tries: int = 3) -> None:
     """A local Ray, as NeMo-RL has one before it starts Gym.
 
     Ray gives its own agents 15 s and its raylet 30 s to come up, fixed (ray/_private/node.py); a machine that is
-    busy for a moment misses that, so it is tried again.
+    busy for a moment misses that, so it is tried again. Ray's token authentication stays as it is (on): without it Ray
+    runs whatever the network sends it.
 
     Raises:
         SandboxError: when Ray did not start; its logs are under /tmp/ray/session_latest/logs.
     """
-    export("RAY_AUTH_MODE", "disabled")  # a loopback cluster for one job; otherwise Ray writes a token into HOME
     for last in (False,) * (tries - 1) + (True,):
         try:
             ray.init(include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)

@@ -273,10 +273,24 @@ def decode(
     """Raises BadRequest for what is not a JSON object or cannot be understood without changing its meaning."""
     with boundary(BadRequest, "reading the request"):
         body = json.loads(raw)
+        if b"\\ud" in raw.lower():
+            body = well_formed(body)
         if not isinstance(body, dict):
             raise BadRequest("the request body must be a JSON object")
         body = cast("dict[str, Any]", body)
         return dialect.decode(path, headers, body), body
+
+
+def well_formed(value: Any) -> Any:
+    """JSON with half characters replaced by U+FFFD: a JavaScript harness that cuts an emoji in two sends a lone
+    surrogate, which no tokenizer takes."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [well_formed(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in cast("dict[str, Any]", value).items()}
+    return value
 
 
 def error_response(dialect: Dialect, refused: Refusal) -> web.Response:

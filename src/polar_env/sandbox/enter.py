@@ -73,8 +73,11 @@ def become(spec: dict[str, Any]) -> int:
     """Replace this process by the command; returns a shell's exit code when that cannot be done."""
     try:
         os.chdir(spec["cwd"])
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # our interpreter ignores them, and exec would keep that
-            signal.signal(ignored, signal.SIG_DFL)
+        # Our interpreter ignores SIGPIPE and SIGXFSZ, a shell that starts us in the background SIGINT and SIGQUIT,
+        # nohup SIGHUP: exec would keep all that, and a harness must not inherit how we were started.
+        for ignored in range(1, signal.SIGSYS + 1):
+            if ignored not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(ignored, signal.SIG_DFL)
         restrict(spec["filter"])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
     except OSError as error:
