@@ -178,11 +178,7 @@ def _arguments(block: dict[str, Any]) -> object:
 
 
 def _parts(value: object, notes: Notes) -> list[Part]:
-    """Chat parts of a string or a list of blocks."""
-    if isinstance(value, str):
-        return [render.text_part(value)]
-    parts = [_part(block, notes) for block in array(value)]
-    return [part for part in parts if part is not None]
+    return render.parts_of(value, lambda block: _part(block, notes))
 
 
 def _part(value: object, notes: Notes) -> Part | None:

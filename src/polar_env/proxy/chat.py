@@ -151,10 +151,7 @@ def _call(call: dict[str, Any]) -> ChatToolCall:
 
 def _parts(value: object, notes: Notes) -> list[Part]:
     """Parts without their cache markers. Types we do not know stay: engines take audio and video we need not name."""
-    if isinstance(value, str):
-        return [render.text_part(value)]
-    parts = [_part(part, notes) for part in array(value)]
-    return [part for part in parts if part is not None]
+    return render.parts_of(value, lambda part: _part(part, notes))
 
 
 def _part(value: object, notes: Notes) -> Part | None:

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -108,6 +108,13 @@ def number(value: object) -> float | None:
 
 def text_part(text: str) -> Part:
     return {"type": "text", "text": text}
+
+
+def parts_of(value: object, part: Callable[[Any], Part | None]) -> list[Part]:
+    """Chat parts of a string or a list of blocks; ``part`` turns a block into a part, or ``None`` to leave it out."""
+    if isinstance(value, str):
+        return [text_part(value)]
+    return [made for block in array(value) if (made := part(block)) is not None]
 
 
 def image_part(url: str, detail: object = None) -> Part:

@@ -200,10 +200,7 @@ def _content(value: object, notes: Notes) -> str | list[Part]:
 
 
 def _parts(value: object, notes: Notes) -> list[Part]:
-    if isinstance(value, str):
-        return [render.text_part(value)]
-    parts = [_part(obj(part), notes) for part in array(value)]
-    return [part for part in parts if part is not None]
+    return render.parts_of(value, lambda part: _part(obj(part), notes))
 
 
 def _part(part: dict[str, Any], notes: Notes) -> Part | None:
