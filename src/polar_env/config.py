@@ -50,6 +50,9 @@ class EngineConfig(Group):
     model: str = ""
     """Served model name; empty asks ``GET /v1/models``."""
     api_key: str = "EMPTY"
+    splice: Literal["auto", "on", "off"] = "auto"
+    """Begin the prompt of a call that carries on an earlier one with that call's exact ids, so that no token is
+    rendered twice. ``auto``: where the engine's start-up test proves that it can; ``on``: refuse to start otherwise."""
     stream: bool = True
     """Stream tokens with their ids from engines that can; false waits for whole replies."""
     connect_timeout: float = 10.0

@@ -139,6 +139,17 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """The earlier call whose conversation a request carries on, message for message (``continuation``)."""
+
+    call_id: str
+    ids: "array[int]"
+    """[P + S]: that call's exact prompt and sampled ids. An engine that splices begins the next prompt with them."""
+    messages: int
+    """How many of the request's messages those ids hold, that call's own turn included; the rest is new."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """A harness's model call, decoded from its wire API and free of it."""
 
@@ -162,6 +173,8 @@ class ModelRequest:
     """Chat streaming only: ``stream_options.include_usage``."""
     sse: bool = True
     """Gemini streaming only: ``alt=sse``; without it the stream is one JSON array."""
+    continues: Continuation | None = None
+    """Set by the session, never by a wire API; an engine that cannot splice ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,8 @@ class EngineReply:
     choices: int = 1
     finish: str = ""
     """The engine's own word for why it stopped, kept for the record."""
+    spliced: bool = False
+    """True when the prompt was sent as ``request.continues.ids`` and the rendering of what is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +275,10 @@ class CallRecord:
     ended: float
     holes: tuple[Hole, ...] = ()
     ignored: tuple[str, ...] = ()
+    continues: str | None = None
+    """call_id of the earlier call whose conversation the request carried on; ``None``: it began or rewrote one."""
+    spliced: bool = False
+    """True when the engine was sent that call's exact ids and the rendering of what is new."""
 
 
 @dataclass(frozen=True, slots=True)
