@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from polar_env.engine import Engine, Session
 from polar_env.engine.scripts import Scene, Turn
-from polar_env.types import ChatMessage, Delta, EngineReply, ModelRequest, Sampling, ToolSpec, WireApi
+from polar_env.messages import ChatMessage, ToolSpec
+from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Property tests on a shared machine: an example may wait for the processor."""

@@ -10,16 +10,15 @@ from typing import Any
 from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import TrajectoryConfig
 from polar_env.gym.rows import row
+from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import (
     CallKind,
     CallRecord,
-    ChatMessage,
     ModelRequest,
     Outcome,
     SealedLedger,
     StopReason,
     ToolCall,
-    ToolSpec,
     VerdictStatus,
     WireApi,
 )

@@ -10,7 +10,7 @@ from architecture_helpers import Row, Tree, read_tree
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "src" / "polar_env"
 
-FACTS = ("types", "errors")
+FACTS = ("messages", "types", "errors")
 DIALECTS = ("proxy.anthropic", "proxy.chat", "proxy.responses", "proxy.gemini")
 
 MIDDLE = ("config", "capture", "trajectory", "reward", "engine", "proxy.server", "tasks", "tasks.*")
@@ -19,7 +19,8 @@ MIDDLE = ("config", "capture", "trajectory", "reward", "engine", "proxy.server",
 TABLE = (
     # Level 0: facts that cross rooms.
     Row("", 0),
-    Row("types", 0),
+    Row("messages", 0),
+    Row("types", 0, ("messages",)),
     Row("errors", 0, ("types",)),
     # Level 1: configuration, and the pure middle of the line.
     Row("config", 1, FACTS),
@@ -128,6 +129,7 @@ DOORS = {
 """Third-party package -> the modules through which it enters."""
 
 PURE = (
+    "messages",
     "types",
     "trajectory",
     "reward",

@@ -15,8 +15,9 @@ from finished_helpers import LOOKED, TASK, TOOLS, finish, of_session, record, re
 from polar_env.conversation import Conversation, Writer, decode
 from polar_env.errors import CaptureError
 from polar_env.frames import MAGIC, PREFIX, PREFIX_SIZE, FrameKind, encode_frame, frames
+from polar_env.messages import ChatMessage
 from polar_env.segment_log import FILE_NAME, read
-from polar_env.types import ChatMessage, HoleKind, ModelRequest
+from polar_env.types import HoleKind, ModelRequest
 from trajectory_helpers import call, fields_of, long_session
 
 Encoded = list[tuple[dict[str, Any], bytes]]

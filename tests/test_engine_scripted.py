@@ -19,7 +19,8 @@ from polar_env.config import EngineConfig
 from polar_env.engine import Session, scripts, tokenizer
 from polar_env.engine.scripted import ScriptedEngine, declared_log_probs, history, spell
 from polar_env.errors import EngineError, EngineOverflow
-from polar_env.types import ChatMessage, Sampling, StopReason, ToolSpec
+from polar_env.messages import ChatMessage, ToolSpec
+from polar_env.types import Sampling, StopReason
 
 SOURCE = "".join(f"# line {i}\n" for i in range(12)) + "def area(w, h):\n    return w + h\n" + "# tail\n" * 12
 OTHER = "LIMIT = 1\n"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine_helpers import CACHE, PATIENT, user
 from polar_env.engine import tokenizer
 from polar_env.errors import EngineError
-from polar_env.types import ChatMessage
+from polar_env.messages import ChatMessage
 
 
 @pytest.fixture(scope="session")

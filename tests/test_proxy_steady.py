@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from harness_helpers import build
 from polar_env.capture import Ledger
+from polar_env.messages import ChatMessage
 from polar_env.proxy import DIALECTS
 from polar_env.proxy.steady import Steady
-from polar_env.types import ChatMessage, ModelRequest, WireApi
+from polar_env.types import ModelRequest, WireApi
 from proxy_helpers import PlayedEngine, open_session, stage
 
 RULES = (("system", r"day \d+", "day 0"), ("user", r"\A(<env>.*?host=)\w+", r"\1box"))

@@ -12,6 +12,7 @@ A rollout is one pass through this line; nothing flows back. ``rollout`` is the 
 NeMo Gym, and the command line goes through the same two.
 
     src/polar_env/
+      messages.py            messages and tools in OpenAI-Chat form
       types.py               facts that cross rooms: CallRecord, Trajectory, Verdict, Outcome; frozen
       errors.py              failures, named by the boundary they crossed
       config.py              one frozen model per conf/ group; the only reader of the environment

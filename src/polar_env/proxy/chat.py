@@ -7,17 +7,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from polar_env.messages import ChatMessage, ChatToolCall, ToolSpec
 from polar_env.proxy import render, sse
 from polar_env.proxy.render import Kind, Notes, Part, array, obj, text_of
-from polar_env.types import (
-    AssistantTurn,
-    ChatMessage,
-    ChatToolCall,
-    ModelRequest,
-    ToolSpec,
-    Usage,
-    WireApi,
-)
+from polar_env.types import AssistantTurn, ModelRequest, Usage, WireApi
 
 _KNOWN = render.words(
     "model messages tools tool_choice parallel_tool_calls stream stream_options n max_tokens"

@@ -15,10 +15,11 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qs
 
+from polar_env.messages import ChatMessage, ChatToolCall, ToolSpec
 from polar_env.proxy import render
 from polar_env.proxy.gemini_stream import GeminiEncoder, restore, unsign, whole
 from polar_env.proxy.render import Notes, Part, array, obj, text_of
-from polar_env.types import AssistantTurn, ChatMessage, ChatToolCall, ModelRequest, Sampling, ToolSpec, WireApi
+from polar_env.types import AssistantTurn, ModelRequest, Sampling, WireApi
 
 _ROUTE = re.compile(r"(?:/v\d\w*)?/(?:models|tunedModels)/(?P<model>.+):(?P<method>\w+)/?")
 _METHODS = {"generateContent": "generate", "streamGenerateContent": "generate", "countTokens": "count_tokens"}

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from polar_env.errors import BadRequest
-from polar_env.types import AssistantTurn, ChatMessage, ChatToolCall, Delta, Sampling, StopReason, ToolCall
+from polar_env.messages import ChatMessage, ChatToolCall
+from polar_env.types import AssistantTurn, Delta, Sampling, StopReason, ToolCall
 
 Part = dict[str, Any]
 Kind = Literal["reasoning", "text", "call"]

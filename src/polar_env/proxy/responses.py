@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from polar_env.messages import ChatMessage, ChatToolCall, ToolSpec
 from polar_env.proxy import render
 from polar_env.proxy.render import Notes, Part, array, obj, text_of
 from polar_env.proxy.responses_stream import LOCAL_SHELL, ResponsesEncoder, flat_name, whole
-from polar_env.types import AssistantTurn, ChatMessage, ChatToolCall, ModelRequest, ToolSpec, WireApi
+from polar_env.types import AssistantTurn, ModelRequest, WireApi
 
 _KNOWN = render.words(
     "model input instructions tools tool_choice parallel_tool_calls stream max_output_tokens temperature"

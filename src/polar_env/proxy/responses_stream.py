@@ -5,9 +5,10 @@ Source: platform.openai.com, "Responses" and "Streaming events". The half of ``r
 
 from typing import Any
 
+from polar_env.messages import ToolSpec
 from polar_env.proxy import render, sse
 from polar_env.proxy.render import Kind, Part
-from polar_env.types import AssistantTurn, ModelRequest, ToolCall, ToolSpec, Usage
+from polar_env.types import AssistantTurn, ModelRequest, ToolCall, Usage
 
 LOCAL_SHELL: ToolSpec = {
     "name": "local_shell",
