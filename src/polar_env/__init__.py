@@ -48,6 +48,7 @@ NeMo Gym, and the command line goes through the same two.
       engine/                where a prompt becomes sampled tokens
         vllm.py              a stock vLLM server: exact ids and log-probs, one replica per session
         vllm_wire.py         its chat completions as data: a body out, chunks in. Pure
+        replicas.py          servers over HTTP: one replica per session, failures as typed errors
         scripted.py          policies in Python behind a real tokenizer and chat template
         scripts.py           what those policies say: fix, give up, do half
         patches.py           unified diffs as values, for the scripts

@@ -1,0 +1,226 @@
+"""Servers of one model, reached over HTTP: one replica per session, and failures as typed errors. For every engine
+that is a server; what is asked and how an answer is read is the engine's own.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+
+from polar_env.config import EngineConfig
+from polar_env.engine import Session
+from polar_env.engine.vllm_wire import OVERFLOW, error_text
+from polar_env.errors import EngineBusy, EngineError, EngineOverflow
+from polar_env.proxy.sse import Parser
+
+_DOWN_FOR = 30.0
+"""Seconds a replica that refused a connection is tried last; its sessions return when it is back."""
+
+_LARGE = 1 << 18
+"""Bytes of JSON from which parsing leaves the event loop (the prompt ids of a long session)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that a replica took, and what was asked of that replica before (``""``: nothing, or no answer)."""
+
+    base: str
+    response: aiohttp.ClientResponse
+    before: str = ""
+
+
+class Replicas:
+    """One HTTP client over replicas of one served model. Hundreds of requests may run at once."""
+
+    def __init__(self, config: EngineConfig, bases: tuple[str, ...]) -> None:
+        self.bases = bases
+        self._config = config
+        self._client: aiohttp.ClientSession | None = None
+        self._down: dict[str, float] = {}
+
+    def http(self) -> aiohttp.ClientSession:
+        """The one client, made in the running loop. No cookies, no limit on connections, no total timeout.
+
+        Connections are not reused: a request on one that the server is just dropping (uvicorn does after 5 s, a dying
+        replica at once) is lost without a word, and a new connection costs nothing beside a generation.
+        """
+        if self._client is None:
+            timeout = aiohttp.ClientTimeout(
+                total=None, sock_connect=self._config.connect_timeout, sock_read=self._config.idle_timeout
+            )
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Authorization": f"Bearer {self._config.api_key}"},
+                timeout=timeout,
+            )
+        return self._client
+
+    async def aclose(self) -> None:
+        """Close every connection; generations still open end with EngineError."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def order(self, session: Session) -> tuple[str, ...]:
+        """Replicas for this session, best first: rendezvous hash, so a lost replica moves only its own sessions."""
+        now = time.monotonic()
+
+        def rank(base: str) -> tuple[bool, bytes]:
+            weight = hashlib.sha256(f"{session.session_id}\n{base}".encode()).digest()
+            return self._down.get(base, 0.0) <= now, weight
+
+        return tuple(sorted(self.bases, key=rank, reverse=True))
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        order: tuple[str, ...],
+        path: str,
+        body: dict[str, Any],
+        before: Callable[[str], Awaitable[str]] | None = None,
+    ) -> AsyncGenerator[Accepted, None]:
+        """The accepted POST on the first replica that can be connected, and closed whatever happens.
+
+        Servers refuse a prompt that leaves less than ``max_tokens`` of their window. Asked again without the cap they
+        sample up to the window's end, which is nearer; only a prompt that itself does not fit is an overflow.
+
+        Args:
+            before: asked of a replica (by its base) ahead of the request; its answer is kept beside the response.
+        """
+        at = await self._connect(order, path, body, before)
+        try:
+            try:
+                await accept(at.base, at.response)
+            except EngineOverflow:
+                if body.pop("max_tokens", None) is None:
+                    raise
+                at.response.close()
+                at = await self._connect((at.base,), path, body, before)
+                await accept(at.base, at.response)
+            yield at
+        finally:
+            at.response.close()
+
+    async def _connect(
+        self,
+        order: tuple[str, ...],
+        path: str,
+        body: Mapping[str, Any],
+        before: Callable[[str], Awaitable[str]] | None,
+    ) -> Accepted:
+        refused: list[str] = []
+        for base in order:
+            told = await before(base) if before is not None else ""
+            try:
+                return Accepted(base, await self.http().post(f"{base}{path}", json=body), told)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                self._down[base] = time.monotonic() + _DOWN_FOR
+                refused.append(f"{base} ({error})")
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise broken(base, error) from error
+        raise EngineError(f"no engine can be reached: {'; '.join(refused)}; start it or correct engine.base_urls")
+
+    async def ask(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A small JSON question. Raises EngineError, EngineBusy."""
+        try:
+            async with self.http().request(method, url, json=body) as response:
+                await accept(url, response)
+                answer = await parsed(await response.read())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise broken(url, error) from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"{url} did not answer with an object; is it a model server?")
+        return cast("dict[str, Any]", answer)
+
+    async def card(self, base: str, model: str) -> dict[str, Any]:
+        """The model's entry in ``GET {base}/models``; for ``""`` the only or first one."""
+        cards = cast("list[dict[str, Any]]", (await self.ask("GET", f"{base}/models")).get("data") or [])
+        names = [card.get("id") for card in cards]
+        wanted = next((card for card in cards if model in ("", card.get("id"))), None)
+        if wanted is None:
+            raise EngineError(f"{base} serves {names}, not {model!r}; correct engine.model")
+        return wanted
+
+
+def with_v1(url: str) -> str:
+    """A configured address as the base of the OpenAI routes, given with or without its ``/v1``."""
+    bare = url.rstrip("/")
+    return bare if bare.endswith("/v1") else f"{bare}/v1"
+
+
+def root(base: str) -> str:
+    """The server itself: /tokenize and the control routes are not under /v1."""
+    return base.rstrip("/").removesuffix("/v1")
+
+
+def broken(where: str, error: BaseException) -> EngineError:
+    """A transport failure in words. An idle timeout and a lost connection need different remedies."""
+    if isinstance(error, TimeoutError):
+        return EngineError(f"{where} sent nothing within its timeout; it hangs or engine.idle_timeout is too short")
+    return EngineError(
+        f"the connection to {where} was lost ({type(error).__name__}: {error}); look at the engine's log"
+    )
+
+
+async def accept(where: str, response: aiohttp.ClientResponse) -> None:
+    """Return for a 2xx answer. Raises EngineOverflow, EngineBusy or EngineError with the server's own words."""
+    if response.status < 400:
+        return
+    try:
+        raw = await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise broken(where, error) from error
+    try:
+        told = error_text(json.loads(raw))
+    except ValueError:
+        told = raw.decode("utf-8", "replace")
+    told = told[:600]
+    if response.status in (400, 413, 422) and OVERFLOW.search(told):
+        raise EngineOverflow(told)
+    if response.status in (429, 503):
+        raise EngineBusy(f"{where} is busy: {told}", _seconds(response.headers.get("Retry-After", "")))
+    raise EngineError(f"{where} answered {response.status}: {told}; {_REMEDIES.get(response.status, _LOOK)}")
+
+
+_LOOK = "look at the engine's log"
+_REMEDIES = {401: "set engine.api_key", 403: "set engine.api_key", 404: "check engine.model and engine.base_urls"}
+
+
+def _seconds(retry_after: str) -> float:
+    """Seconds of a Retry-After header; a date or nothing is 2."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        return 2.0
+
+
+async def parsed(raw: bytes | str) -> object:
+    """JSON, read off the loop when large. Raises EngineError on anything else."""
+    try:
+        return await asyncio.to_thread(json.loads, raw) if len(raw) > _LARGE else json.loads(raw)
+    except ValueError as error:
+        raise EngineError(f"the engine sent something that is not JSON ({error}); is a proxy in between?") from error
+
+
+async def chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[object, None]:
+    """The chunks of an answer: the events of a stream, or the one body of a whole answer."""
+    where = str(response.url.origin())
+    try:
+        if response.content_type != "text/event-stream":
+            yield await parsed(await response.read())
+            return
+        parser = Parser()
+        async for piece in response.content.iter_any():
+            for event in parser.feed(piece):
+                if event.data == "[DONE]":
+                    return
+                yield await parsed(event.data)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise broken(where, error) from error
