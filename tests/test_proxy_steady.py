@@ -1,6 +1,8 @@
 """First prompts of a group are one prompt: what names the day, the machine or the request does not reach the engine."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from harness_helpers import build
 from polar_env.capture import Ledger
 from polar_env.messages import ChatMessage
 from polar_env.proxy import DIALECTS
-from polar_env.proxy.steady import Steady
+from polar_env.proxy.steady import Steady, restored
+from polar_env.segment_log import SegmentLog, read
 from polar_env.types import ModelRequest, WireApi
 from proxy_helpers import PlayedEngine, open_session, stage
 
@@ -68,12 +71,13 @@ def test_a_message_without_content_stays_without() -> None:
 def test_nothing_but_system_and_opening_user_text_ever_changes(said: list[tuple[str, str]]) -> None:
     asked = request(*({"role": role, "content": text} for role, text in said))
     got = Steady(RULES)(asked)
-    assert replace(got, messages=()) == replace(asked, messages=())
+    assert replace(got, messages=(), replaced=()) == replace(asked, messages=())
     first = next((at for at, (role, _) in enumerate(said) if role in ("assistant", "tool")), len(said))
     for at, (before, after) in enumerate(zip(asked.messages, got.messages, strict=True)):
         if before["role"] not in ("system", "user") or (before["role"] == "user" and at > first):
             assert before == after
-    assert Steady(RULES)(got) == got, "once is enough"
+    assert Steady(RULES)(got).messages == got.messages, "once is enough"
+    assert tuple(restored(got.messages, got.replaced)) == asked.messages
 
 
 @given(st.integers(0, 4), st.integers(0, 4))
@@ -83,6 +87,23 @@ def test_what_was_shown_stays_so_when_the_conversation_goes_on(before: int, more
     earlier = Steady(RULES)(request(*head, *turn * before)).messages
     later = Steady(RULES)(request(*head, *turn * (before + more))).messages
     assert later[: len(earlier)] == earlier, "the next prompt starts with the last one"
+
+
+OVERLAPPING = (("system", "ab", "xxx"), ("system", "x", ""), ("system", "c+", "x"), ("user", "b", "ba"))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user"]), st.lists(st.text("abcx", max_size=9))), max_size=4))
+def test_what_the_harness_wrote_comes_back_from_what_was_shown(said: list[tuple[str, list[str]]]) -> None:
+    """Whatever the rules do to each other's work, in strings and in parts."""
+    image = {"type": "image_url", "image_url": {"url": "abc"}}
+    contents: list[Any] = [
+        texts[0] if len(texts) == 1 else [*({"type": "text", "text": text} for text in texts), image]
+        for _, texts in said
+    ]
+    asked = request(*({"role": role, "content": each} for (role, _), each in zip(said, contents, strict=True)))
+    got = Steady(OVERLAPPING)(asked)
+    assert tuple(restored(got.messages, got.replaced)) == asked.messages
+    assert all(change.original != change.shown for change in got.replaced)
 
 
 # --- Claude Code's nonce ------------------------------------------------------------------------------------------
@@ -223,14 +244,31 @@ async def test_a_question_of_another_day_is_another_question() -> None:
         assert (len(engine.requests), s.session.usage.superseded) == (2, 0)
 
 
+def billed(nonce: str) -> dict[str, Any]:
+    system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.332.{nonce}; cc_x=y;"}]
+    system.append({"type": "text", "text": "You are an agent."})
+    return {"model": "m", "max_tokens": 9, "system": system, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_the_nonce_is_in_the_session_log(tmp_path: Path) -> None:
+    async with SegmentLog(tmp_path / "log") as log, stage(PlayedEngine(), dialects=DIALECTS) as s:
+        session = open_session(s.proxy, "billed", Ledger("billed", log))
+        async with s.http.post(s.url("/v1/messages", key=session.key), json=billed("e2f")) as response:
+            assert response.status == 200
+        await session.close()
+    found = await asyncio.to_thread(read, tmp_path / "log")
+    (record,) = found.ledger.records
+    shown = found.conversations()[record.call_id].messages
+    assert "2.1.332;" in str(shown[0])
+    assert [change.original for change in record.replaced] == ["x-anthropic-billing-header: cc_version=2.1.332.e2f"]
+    assert restored(shown, record.replaced)[0] == {"role": "system", "content": billed("e2f")["system"]}
+
+
 async def test_claudes_nonce_is_gone_whatever_the_harness_was_called() -> None:
     engine = PlayedEngine()
     async with stage(engine, dialects=DIALECTS) as s:
         for nonce in ("e2f", "cf6"):
-            system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.332.{nonce}; cc_x=y;"}]
-            system.append({"type": "text", "text": "You are an agent."})
-            body = {"model": "m", "max_tokens": 9, "system": system, "messages": [{"role": "user", "content": "hi"}]}
-            async with s.http.post(s.url("/v1/messages"), json=body) as response:
+            async with s.http.post(s.url("/v1/messages"), json=billed(nonce)) as response:
                 assert response.status == 200
         assert engine.requests[0].messages == engine.requests[1].messages
         assert "2.1.332;" in str(engine.requests[0].messages)

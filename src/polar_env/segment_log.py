@@ -31,6 +31,7 @@ from polar_env.types import (
     Hole,
     HoleKind,
     ModelRequest,
+    Replaced,
     Sampling,
     SealedLedger,
     StopReason,
@@ -98,6 +99,7 @@ def _decode_call(frame: Frame, prompt_ids: "array[int]") -> CallRecord:
     header["sampling"], header["asked"] = Sampling(**header["sampling"]), Sampling(**header["asked"])
     header["holes"] = tuple(_decode_hole(hole) for hole in header["holes"])
     header["ignored"] = tuple(header["ignored"])
+    header["replaced"] = tuple(Replaced(*each) for each in header.get("replaced", ()))
     header["kind"], header["wire"] = CallKind(header["kind"]), WireApi(header["wire"])
     prompt_ids.extend(_array("i", frame.body[:prompt]))
     return CallRecord(

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from polar_env.messages import ChatMessage, ToolSpec
 
@@ -53,6 +53,8 @@ class Outcome(StrEnum):
     NO_CALLS = "no_calls"
     SANDBOX_ERROR = "sandbox_error"
     ENGINE_ERROR = "engine_error"
+    REQUEST_REFUSED = "request_refused"
+    """The engine is well and took none of the harness's requests: the two do not fit. Nothing was sampled."""
     GRADE_ERROR = "grade_error"
     CANCELLED = "cancelled"
     CAPTURE_INCOMPLETE = "capture_incomplete"
@@ -63,6 +65,7 @@ INFRASTRUCTURE: frozenset[Outcome] = frozenset(
         Outcome.NO_CALLS,
         Outcome.SANDBOX_ERROR,
         Outcome.ENGINE_ERROR,
+        Outcome.REQUEST_REFUSED,
         Outcome.GRADE_ERROR,
         Outcome.CANCELLED,
         Outcome.CAPTURE_INCOMPLETE,
@@ -116,6 +119,24 @@ class Continuation:
     """[P + S]: that call's exact prompt and sampled ids. An engine that splices begins the next prompt with them."""
     messages: int
     """How many of the request's messages those ids hold, that call's own turn included; the rest is new."""
+    cut: bool = False
+    """True when that call sampled to its length limit, so that its turn has no end token of its own."""
+
+
+class Replaced(NamedTuple):
+    """A fragment of a harness's text that the engine was shown in another form (``proxy.steady``)."""
+
+    message: int
+    """Index of the message in the request."""
+    part: int
+    """Index of the content part; -1 where the content is a string."""
+    start: int
+    """Character in the text as shown, when this was the last change."""
+    original: str
+    shown: str
+
+    def undo(self, text: str) -> str:
+        return text[: self.start] + self.original + text[self.start + len(self.shown) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +165,8 @@ class ModelRequest:
     """Gemini streaming only: ``alt=sse``; without it the stream is one JSON array."""
     continues: Continuation | None = None
     """Set by the session, never by a wire API; an engine that cannot splice ignores it."""
+    replaced: tuple[Replaced, ...] = ()
+    """What differs in ``messages`` from what the harness sent, in the order it was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +237,8 @@ class EngineReply:
     """The engine's own word for why it stopped, kept for the record."""
     spliced: bool = False
     """True when the prompt was sent as ``request.continues.ids`` and the rendering of what is new."""
+    versioned: bool = True
+    """False when ``policy_version`` names the server and says nothing of its weights: a declared version is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +273,8 @@ class CallRecord:
     """call_id of the earlier call whose conversation the request carried on; ``None``: it began or rewrote one."""
     spliced: bool = False
     """True when the engine was sent that call's exact ids and the rendering of what is new."""
+    replaced: tuple[Replaced, ...] = ()
+    """What the engine was shown in another form than the harness wrote it; ``proxy.steady.restored`` undoes it."""
 
 
 @dataclass(frozen=True, slots=True)

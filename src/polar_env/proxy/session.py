@@ -341,6 +341,7 @@ class Session:
             ended=time.time(),
             holes=judge(attempt.call_id, reply),
             ignored=ask.request.ignored,
+            replaced=ask.request.replaced,
         )
 
     def _replace(self, earlier: Attempt | None, attempt: Attempt) -> None:
