@@ -1,6 +1,6 @@
 """Messages and tools in OpenAI-Chat form: what engines take, and what each wire API maps onto without loss."""
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 
 class FunctionCall(TypedDict):
@@ -31,3 +31,19 @@ class ToolSpec(TypedDict):
     name: str
     description: NotRequired[str]
     parameters: dict[str, Any]
+
+
+class Replaced(NamedTuple):
+    """A fragment of a harness's text that the engine was shown in another form (``proxy.steady``)."""
+
+    message: int
+    """Index of the message in the request."""
+    part: int
+    """Index of the content part; -1 where the content is a string."""
+    start: int
+    """Character in the text as shown, when this was the last change."""
+    original: str
+    shown: str
+
+    def undo(self, text: str) -> str:
+        return text[: self.start] + self.original + text[self.start + len(self.shown) :]

@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from polar_env.messages import ChatMessage, ToolSpec
+from polar_env.messages import ChatMessage, Replaced, ToolSpec
 
 # --- closed lists -----------------------------------------------------------------------------------------------
 
@@ -121,22 +121,6 @@ class Continuation:
     """How many of the request's messages those ids hold, that call's own turn included; the rest is new."""
     cut: bool = False
     """True when that call sampled to its length limit, so that its turn has no end token of its own."""
-
-
-class Replaced(NamedTuple):
-    """A fragment of a harness's text that the engine was shown in another form (``proxy.steady``)."""
-
-    message: int
-    """Index of the message in the request."""
-    part: int
-    """Index of the content part; -1 where the content is a string."""
-    start: int
-    """Character in the text as shown, when this was the last change."""
-    original: str
-    shown: str
-
-    def undo(self, text: str) -> str:
-        return text[: self.start] + self.original + text[self.start + len(self.shown) :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polar_env.messages import ChatMessage
-from polar_env.types import ModelRequest, Replaced
+from polar_env.messages import ChatMessage, Replaced
+from polar_env.types import ModelRequest
 
 NONCE: tuple[tuple[str, str, str], ...] = (
     ("system", r"\A(x-anthropic-billing-header: cc_version=\d+\.\d+\.\d+)\.[0-9a-f]+(?=;)", r"\1"),
