@@ -323,11 +323,18 @@ async def test_an_unknown_reason_to_stop_is_a_hole():
 # --- which policy sampled ---------------------------------------------------------------------------------------
 
 
-async def version(answer: Answer, told: list[str], stream: bool = True) -> str:
+async def versioned(answer: Answer, told: list[str], stream: bool = True) -> tuple[str, bool]:
+    """The version on the reply, and whether it is one of weights."""
     server = VllmServer(answer, weight_versions=told)
     async with server.run(), engine_at(server.url, stream=stream) as engine:
         _, reply = await play(engine, ask())
-    return reply.policy_version
+    return reply.policy_version, reply.versioned
+
+
+async def version(answer: Answer, told: list[str], stream: bool = True) -> str:
+    name, known = await versioned(answer, told, stream)
+    assert known
+    return name
 
 
 async def test_the_version_in_the_answer_outranks_everything():
@@ -345,8 +352,14 @@ async def test_without_it_the_server_is_asked_before_and_after(stream):
 
 
 async def test_a_server_that_cannot_tell_is_named_by_model_and_fingerprint():
-    assert await version(Answer(), []) == "tiny@vllm-0.32.0-abc"
-    assert await version(Answer(fingerprint=None), []) == "tiny@unversioned"
+    assert await versioned(Answer(), []) == ("tiny@vllm-0.32.0-abc", False)
+    assert await versioned(Answer(fingerprint=None), []) == ("tiny@unversioned", False)
+
+
+async def test_weights_that_no_trainer_ever_named_have_no_version():
+    assert await versioned(Answer(), ["default"]) == ("default", False)
+    assert await versioned(Answer(versions=("default",)), []) == ("default", False)
+    assert await versioned(Answer(), ["default", "step-1"]) == ("default+step-1", True)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------

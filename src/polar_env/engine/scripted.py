@@ -153,6 +153,7 @@ def _reply(prompt: "array[int]", sampled: _Sampled) -> EngineReply:
         log_probs=declared_log_probs(sampled.ids),
         policy_version=POLICY_VERSION,
         finish=stop.value,
+        versioned=False,
     )
 
 

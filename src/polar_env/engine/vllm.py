@@ -3,11 +3,13 @@
 Serve with ``--enable-auto-tool-choice --tool-call-parser …``. Where the policy version comes from, best first: the
 answer's own ``weight_versions`` (vLLM 0.33); ``GET /weight_info`` before and after the generation (0.32 in dev mode;
 two versions are joined by ``+``: the weights changed in between); else the served model and the server's fingerprint,
-which says which server it was and not which weights.
+which says which server it was and not which weights, as does the name of weights that no trainer ever set. A version
+that the trainer declared (``fence``) is then better.
 """
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, cast
 
 import aiohttp
@@ -20,6 +22,9 @@ from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_b
 from polar_env.errors import EngineError
 from polar_env.messages import ChatMessage
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
+
+_NEVER_SET = "default"
+"""vLLM's weight version until somebody sets one (vllm/v1/engine/core.py)."""
 
 _PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
 
@@ -85,16 +90,18 @@ class VllmEngine:
                     yield delta
         if not answer.finished:
             raise EngineError(f"{at.base} ended its answer without a finish reason; look at the engine's log")
-        yield answer.reply(await self._policy_version(at, model, answer))
+        version, told = await self._policy_version(at, model, answer)
+        yield replace(answer.reply(version), versioned=told)
 
-    async def _policy_version(self, at: Accepted, model: str, answer: Assembly) -> str:
-        """See the module's docstring."""
+    async def _policy_version(self, at: Accepted, model: str, answer: Assembly) -> tuple[str, bool]:
+        """(version, whether it says which weights sampled). See the module's docstring."""
         if answer.versions:
-            return "+".join(answer.versions)
+            return "+".join(answer.versions), set(answer.versions) != {_NEVER_SET}
         if at.before:
             after = await self._weight_version(at.base)
-            return at.before if after in ("", at.before) else f"{at.before}+{after}"
-        return f"{model}@{answer.fingerprint or 'unversioned'}"
+            version = at.before if after in ("", at.before) else f"{at.before}+{after}"
+            return version, version != _NEVER_SET
+        return f"{model}@{answer.fingerprint or 'unversioned'}", False
 
     async def _weight_version(self, base: str) -> str:
         """What ``GET /weight_info`` says; ``""`` where the server has no such route (asked once per replica)."""
