@@ -52,6 +52,7 @@ NeMo Gym, and the command line goes through the same two.
         scripted.py          policies in Python behind a real tokenizer and chat template
         scripts.py           what those policies say: fix, give up, do half
         patches.py           unified diffs as values, for the scripts
+        splice.py            a prompt as the ids that exist and a rendering of what is new, proved per template
         tokenizer.py         tokenizer and template from a folder: messages and tools in, ids out
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store

@@ -64,13 +64,16 @@ class Tokenizer:
 
     def template(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], generate: bool = True) -> str:
         """The prompt text; ``generate`` ends it with the assistant's opening."""
-        with boundary(EngineError, "rendering the chat template"):
-            text: Any = self._pretrained.apply_chat_template(
-                [_plain(message) for message in messages],
-                tools=[{"type": "function", "function": dict(tool)} for tool in tools] or None,
-                add_generation_prompt=generate,
-                tokenize=False,
-            )
+        try:
+            with boundary(EngineError, "rendering the chat template"):
+                text: Any = self._pretrained.apply_chat_template(
+                    [_plain(message) for message in messages],
+                    tools=[{"type": "function", "function": dict(tool)} for tool in tools] or None,
+                    add_generation_prompt=generate,
+                    tokenize=False,
+                )
+        except importlib.import_module("jinja2").TemplateError as error:
+            raise EngineError(f"the chat template refuses the conversation: {error}") from error
         return str(text)
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> "array[int]":
