@@ -52,6 +52,17 @@ class EngineBusy(EngineError):  # noqa: N818 - a 429/503 of the engine: retryabl
         self.retry_after = retry_after
 
 
+class EngineRefused(EngineError):  # noqa: N818 - the engine is well, and will not sample this request
+    """The engine answered that the request itself cannot be sampled: a tool schema it does not take, an image a text
+    model cannot see. The harness gets a 400 with the message, which is the engine's own words and must name no host.
+
+    Never a dead engine. Its outcome ends a session only when no turn of the agent was ever sampled in it
+    (``proxy.session``): nothing the policy did can have led there.
+    """
+
+    outcome = Outcome.REQUEST_REFUSED
+
+
 class CaptureError(PolarError):
     """A model call could not be recorded."""
 

@@ -341,6 +341,8 @@ def _outcome(ending: _Ending, session: Session, sealed: SealedLedger, harness: H
         return session.first_error.outcome, str(session.first_error)
     if not sealed.complete:
         return CaptureError.outcome, "; ".join(f"{hole.kind.value}: {hole.detail}" for hole in sealed.holes[:3])
+    if report.outcome is Outcome.AGENT_ERROR and session.refused is not None:
+        return report.outcome, f"{report.detail}; requests refused: {session.usage.refused}, first: {session.refused}"
     return report.outcome, report.detail
 
 

@@ -16,7 +16,7 @@ import aiohttp
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
 from polar_env.engine.vllm_wire import OVERFLOW, error_text
-from polar_env.errors import EngineBusy, EngineError, EngineOverflow
+from polar_env.errors import EngineBusy, EngineError, EngineOverflow, EngineRefused
 from polar_env.proxy.sse import Parser
 
 _DOWN_FOR = 30.0
@@ -170,7 +170,11 @@ def broken(where: str, error: BaseException) -> EngineError:
 
 
 async def accept(where: str, response: aiohttp.ClientResponse) -> None:
-    """Return for a 2xx answer. Raises EngineOverflow, EngineBusy or EngineError with the server's own words."""
+    """Return for a 2xx answer.
+
+    Raises, with the server's own words: EngineOverflow; EngineRefused for what is wrong with the request (it names no
+    host: a sandbox reads it); EngineBusy; EngineError for the rest, a wrong key, model or address among it.
+    """
     if response.status < 400:
         return
     try:
@@ -184,10 +188,15 @@ async def accept(where: str, response: aiohttp.ClientResponse) -> None:
     told = told[:600]
     if response.status in (400, 413, 422) and OVERFLOW.search(told):
         raise EngineOverflow(told)
+    if response.status in _REQUESTS_FAULT:
+        raise EngineRefused(f"the engine answered {response.status}: {told}")
     if response.status in (429, 503):
         raise EngineBusy(f"{where} is busy: {told}", _seconds(response.headers.get("Retry-After", "")))
     raise EngineError(f"{where} answered {response.status}: {told}; {_REMEDIES.get(response.status, _LOOK)}")
 
+
+_REQUESTS_FAULT = (400, 413, 415, 422)
+"""Statuses by which a server says that it is well and the request is not."""
 
 _LOOK = "look at the engine's log"
 _REMEDIES = {401: "set engine.api_key", 403: "set engine.api_key", 404: "check engine.model and engine.base_urls"}

@@ -42,6 +42,7 @@ FAILURE_KINDS: Mapping[Outcome, str | None] = {
         Outcome.NO_CALLS,
         Outcome.SANDBOX_ERROR,
         Outcome.ENGINE_ERROR,
+        Outcome.REQUEST_REFUSED,
         Outcome.CAPTURE_INCOMPLETE,
     )
 }

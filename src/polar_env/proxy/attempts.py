@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from polar_env.errors import BadRequest, EngineBusy, EngineError, EngineOverflow, PolarError
+from polar_env.errors import BadRequest, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError
 from polar_env.proxy import Encoder
 from polar_env.types import AssistantTurn, Delta, Outcome, WireApi
 
@@ -73,7 +73,7 @@ def refusal(error: PolarError) -> Refusal:
             return Refusal(400, str(error), overflow=True)
         case EngineBusy():
             return Refusal(429, "the model engine is busy; try again later", retry_after=error.retry_after)
-        case BadRequest():
+        case BadRequest() | EngineRefused():
             return Refusal(400, str(error))
         case _:
             return Refusal(503, "the model engine failed; try again")

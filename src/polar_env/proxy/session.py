@@ -13,6 +13,11 @@ What the harness is told, and why (statuses measured on the real CLIs):
 - over ``max_seconds``: the same, outcome agent_timeout, and what runs is aborted.
 - a full context window: the dialect's own 400, so that it compacts. The same body overflows again, so a retry is told
   so without the engine: the first time may have come too late for an HTTP status.
+- a request the engine refuses (a tool schema, an image): the dialect's 400 with the engine's words, and the same to the
+  same body again without the engine. It uses up a call, and is never a dead engine. Where no turn of the agent was ever
+  sampled the outcome is request_refused, which is masked: harness and engine do not fit, and the policy had no say.
+  After a turn it is the world the agent lives in, like a full window, and the harness's own end counts: an agent that
+  could mask a rollout by sending nonsense would learn to.
 - engine failures: 503, which every harness retries. After ``MAX_FAILURES`` in a row the engine counts as dead:
   ``ended`` is set, the outcome is engine_error, and the engine is left alone.
 """
@@ -31,7 +36,7 @@ from polar_env.capture import Ledger, judge
 from polar_env.config import ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
-from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, PolarError, boundary
+from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError, boundary
 from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
 from polar_env.proxy.limits import Limits
 from polar_env.proxy.steady import Steady
@@ -75,6 +80,8 @@ class Counts:
     """Generations stopped because nobody waited for them any more."""
     failed: int = 0
     """Generations the engine failed, overflow and busy included."""
+    refused: int = 0
+    """Generations the engine would not begin: the request's fault (``failed`` counts them too)."""
     rejected: Counter[int] = field(default_factory=Counter[int])
     """HTTP error statuses answered before anything was sampled."""
     ignored: Counter[str] = field(default_factory=Counter[str])
@@ -151,13 +158,17 @@ class Session:
         self._trouble: PolarError | None = None
         self._ending: PolarError | None = None
         self._lost: PolarError | None = None
+        self.refused: EngineRefused | None = None
+        """The first request the engine would not take."""
+        self._turn_sampled = False
 
     # --- how it went ---
 
     @property
     def first_error(self) -> PolarError | None:
         """The failure behind ``outcome``. One the harness recovered from (a later call succeeded) is forgotten."""
-        return self._lost or self._ending or self._trouble
+        unfit = None if self._turn_sampled else self.refused
+        return self._lost or unfit or self._ending or self._trouble
 
     @property
     def outcome(self) -> Outcome | None:
@@ -185,7 +196,7 @@ class Session:
             return earlier
         ask = Ask(self._shown(request), kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
         self._admit(ask, earlier)
-        if earlier is not None and isinstance(earlier.error, EngineOverflow):
+        if earlier is not None and isinstance(earlier.error, EngineOverflow | EngineRefused):
             self.limits.repeated()
             return earlier
         attempt = self._latest[key] = self._start(ask, earlier)
@@ -284,6 +295,7 @@ class Session:
             self.limits.sampled(reply.turn.usage)
             await self._commit(attempt, ask, reply)
             self._replace(earlier, attempt)
+            self._turn_sampled |= ask.turn
         except asyncio.CancelledError:
             self.usage.aborted += 1
             raise
@@ -352,6 +364,11 @@ class Session:
 
     def _failed(self, attempt: Attempt, error: PolarError) -> None:
         self.usage.failed += 1
+        if isinstance(error, EngineRefused):
+            self.usage.refused += 1
+            self.refused = self.refused or error
+            attempt.fail(error)
+            return
         self._trouble = self._trouble or error
         if not isinstance(error, EngineOverflow):
             self.limits.returned()  # only what was sampled, or could not be for the harness's own fault, uses up a call
