@@ -20,7 +20,8 @@ NeMo Gym, and the command line goes through the same two.
       segment_log.py         the ledger's durable file: append-only frames, ids stored once
       frames.py              the frames of that file, with checksums. Pure
       conversation.py        what each call was asked, stored once. Pure
-      prefix.py              which earlier call does a prompt continue? Exact ids, whole arrays. Pure
+      prefix.py              which earlier call does a prompt continue? A tree of ids, each stored once. Pure
+      records.py             a session's records: ids held once, whole again when they are read. Pure
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
@@ -29,6 +30,9 @@ NeMo Gym, and the command line goes through the same two.
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back
       verify.py              rows against the durable logs of their sessions
+      recipe.py              a NeMo-RL recipe made ready for an installation, and checked
+      submit.py              a job for Slurm, Ray or Kubernetes
+      cli_training.py        polar recipe | submit
       cli.py                 polar demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | ...
       testing.py             (planned) shipped fakes and conformance checks
       proxy/                 model calls in, committed call records out
@@ -43,10 +47,12 @@ NeMo Gym, and the command line goes through the same two.
         attempts.py          one generation and the requests waiting for it: joined, replayed, held back
         limits.py            calls, turns and tokens a session may use
         steady.py            first prompts without day, kernel release and nonce. Pure
+        threads.py           sub-agents that look the same on the wire, told apart. Pure
         session.py           one rollout's calls: retries, limits, records, the end
         server.py            moves bytes between aiohttp and sessions, decides nothing
       engine/                where a prompt becomes sampled tokens
         vllm.py              a stock vLLM server: exact ids and log-probs, one replica per session
+        vllm_splice.py       the same server, given ids and read back through its own parsers
         vllm_wire.py         its chat completions as data: a body out, chunks in. Pure
         replicas.py          servers over HTTP: one replica per session, failures as typed errors
         scripted.py          policies in Python behind a real tokenizer and chat template
@@ -105,6 +111,7 @@ NeMo Gym, and the command line goes through the same two.
         resources_server.py  the resources server `polar`
         agent.py             the agent `polar_agent`
         environment_server.py  the relay Gym 0.7 asks for
+        venvs.py             lends Gym's servers our environment
         launch.py            start NeMo Gym with polar in it, collect rollouts
         root/                the folders in which Gym looks for servers: shims and their configuration
       export/                finished rollouts as other trainers read them

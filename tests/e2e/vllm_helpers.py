@@ -39,13 +39,23 @@ class VllmProcess:
     """Leader of the session all of its processes are in."""
 
 
-async def tiny_model(folder: Path, seed: int = 0) -> Path:
-    """A model directory in ``folder``: random Qwen3 weights from ``seed``, the pinned tokenizer and template."""
-    target = folder / f"tiny-qwen3-{seed}"
+async def tiny_model(folder: Path, seed: int = 0, *habits: str) -> Path:
+    """A model directory in ``folder``: random Qwen3 weights from ``seed``, the pinned tokenizer and template.
+
+    ``habits`` is ``agent`` for one that calls tools by itself (tiny_model.py).
+    """
+    target = folder / "-".join(("tiny-qwen3", str(seed), *habits))
     words = await asyncio.to_thread(tokenizer.fetch, CACHE)
     script = Path(__file__).with_name("tiny_model.py")
     maker = await asyncio.create_subprocess_exec(
-        VLLM / "python", script, words, target, str(seed), env=_environment(folder), stderr=asyncio.subprocess.PIPE
+        VLLM / "python",
+        script,
+        words,
+        target,
+        str(seed),
+        *habits,
+        env=_environment(folder),
+        stderr=asyncio.subprocess.PIPE,
     )
     _, told = await maker.communicate()
     assert maker.returncode == 0, told.decode()[-2000:]
@@ -53,9 +63,11 @@ async def tiny_model(folder: Path, seed: int = 0) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def served_vllm(folder: Path, *extra: str, max_model_len: int = 32_768) -> AsyncGenerator[VllmProcess, None]:
+async def served_vllm(
+    folder: Path, *extra: str, max_model_len: int = 32_768, habits: tuple[str, ...] = ()
+) -> AsyncGenerator[VllmProcess, None]:
     """Serve a tiny model under ``folder`` as ``tiny``; ``extra`` are more arguments of ``vllm serve``."""
-    model = await tiny_model(folder)
+    model = await tiny_model(folder, 0, *habits)
     port, log = _free_port(), folder / "vllm.log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

@@ -5,9 +5,13 @@ answer's own ``weight_versions`` (vLLM 0.33); ``GET /weight_info`` before and af
 two versions are joined by ``+``: the weights changed in between); else the served model and the server's fingerprint,
 which says which server it was and not which weights, as does the name of weights that no trainer ever set. A version
 that the trainer declared (``fence``) is then better.
+
+With ``--enable-scale-out`` a call that carries on an earlier one is *spliced* (``engine.splice``, ``vllm_splice``): its
+prompt is that call's exact ids and a rendering of what is new, so no token of the history is spelled anew.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any, cast
@@ -18,10 +22,12 @@ from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
 from polar_env.engine.replicas import Accepted, Replicas, chunks, parsed, root, with_v1
+from polar_env.engine.splice import Unspliceable
+from polar_env.engine.vllm_splice import GENERATE, Plan, TokenRoute
 from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
 from polar_env.errors import EngineError
 from polar_env.messages import ChatMessage
-from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
+from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, StopReason, WireApi
 
 _NEVER_SET = "default"
 """vLLM's weight version until somebody sets one (vllm/v1/engine/core.py)."""
@@ -40,6 +46,10 @@ class VllmEngine:
         self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
         self._model = config.model
         self._no_weight_info: set[str] = set()
+        self._fingerprints: dict[str, str] = {}
+        self._tokens = TokenRoute(self._replicas, config.stream)
+        self.unspliced: Counter[str] = Counter()
+        """Calls that carried on another and were rendered whole all the same, by reason."""
 
     # --- the protocol ------------------------------------------------------------------------------------------
 
@@ -54,9 +64,10 @@ class VllmEngine:
         self, request: ModelRequest, sampling: Sampling, session: Session
     ) -> AsyncGenerator[Delta | EngineReply, None]:
         """Deltas as they come, then the reply. Closing it closes the HTTP response, which aborts the generation."""
-        async with contextlib.aclosing(
-            self._sample(self._replicas.order(session), request, sampling, session)
-        ) as parts:
+        order = self._replicas.order(session)
+        plan = await self._plan(order, request, sampling, session)
+        source = self._sample_behind(plan) if plan else self._sample(order, request, sampling, session)
+        async with contextlib.aclosing(source) as parts:
             async for part in parts:
                 yield part
 
@@ -93,6 +104,37 @@ class VllmEngine:
         version, told = await self._policy_version(at, model, answer)
         yield replace(answer.reply(version), versioned=told)
 
+    async def _plan(
+        self, order: tuple[str, ...], request: ModelRequest, sampling: Sampling, session: Session
+    ) -> Plan | None:
+        """How to splice this call; ``None`` for one that carries on no other, or has to be rendered whole (counted)."""
+        if request.continues is None or self._config.splice == "off":
+            return None
+        try:
+            return await self._tokens.plan(order, request, sampling, session, await self._served_model())
+        except Unspliceable as reason:
+            self.unspliced[str(reason)] += 1
+            return None
+
+    async def _sample_behind(self, plan: Plan) -> AsyncGenerator[Delta | EngineReply, None]:
+        """As ``_sample``, behind exact ids; the turn is shown when it is done."""
+        server = root(plan.base)
+        answer = Assembly(prompt_ids=plan.ids, fingerprint=self._fingerprints.get(server, ""))
+        async with (
+            self._replicas.open((server,), GENERATE, plan.body, before=self._weight_version) as at,
+            contextlib.aclosing(chunks(at.response)) as parts,
+        ):
+            async for chunk in parts:
+                answer.feed(chunk)
+        if not answer.finished:
+            raise EngineError(f"{at.base} ended its answer without a finish reason; look at the engine's log")
+        for delta in answer.feed(await self._tokens.said(plan, answer)):
+            yield delta
+        if answer.fingerprint and answer.versions == [_NEVER_SET]:
+            answer.versions.clear()  # 0.32 outside dev mode says so here and not of a chat: one name for one model
+        version, told = await self._policy_version(at, plan.asked["model"], answer)
+        yield replace(answer.reply(version), versioned=told, spliced=True)
+
     async def _policy_version(self, at: Accepted, model: str, answer: Assembly) -> tuple[str, bool]:
         """(version, whether it says which weights sampled). See the module's docstring."""
         if answer.versions:
@@ -101,14 +143,16 @@ class VllmEngine:
             after = await self._weight_version(at.base)
             version = at.before if after in ("", at.before) else f"{at.before}+{after}"
             return version, version != _NEVER_SET
+        self._fingerprints[root(at.base)] = answer.fingerprint
         return f"{model}@{answer.fingerprint or 'unversioned'}", False
 
     async def _weight_version(self, base: str) -> str:
         """What ``GET /weight_info`` says; ``""`` where the server has no such route (asked once per replica)."""
-        if base in self._no_weight_info:
+        server = root(base)
+        if server in self._no_weight_info:
             return ""
         try:
-            async with self._replicas.http().get(root(base) + "/weight_info") as response:
+            async with self._replicas.http().get(server + "/weight_info") as response:
                 found = await parsed(await response.read()) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return ""  # the generation itself will say what is wrong with this replica
@@ -116,7 +160,7 @@ class VllmEngine:
             found = None
         version = cast("dict[str, Any]", found).get("weight_version") if isinstance(found, dict) else None
         if version is None:
-            self._no_weight_info.add(base)
+            self._no_weight_info.add(server)
         return str(version or "")
 
     async def _served_model(self) -> str:
@@ -143,15 +187,46 @@ class VllmEngine:
             else "log-probs are the model's own, before temperature, top_p and top_k (raw_logprobs): "
             "sample with temperature 1 and top_p 1, or serve with --logprobs-mode processed_logprobs"
         )
-        window = card.get("max_model_len") or self._config.max_model_len
-        return EngineFacts(str(card["id"]), int(window), plain.policy_version, real_tensors=True, notes=(note,))
+        model, window = str(card["id"]), int(card.get("max_model_len") or self._config.max_model_len)
+        notes = (note, await self._check_splice(base, model, window, plain))
+        return EngineFacts(model, window, plain.policy_version, real_tensors=True, notes=notes)
+
+    async def _check_splice(self, base: str, model: str, window: int, plain: EngineReply) -> str:
+        """What is to be said about splicing on this replica. Raises EngineError when it must work and does not."""
+        if self._config.splice == "off":
+            return "prompts are rendered whole (engine.splice=off)"
+        try:
+            await self._tokens.prove(base, model, window)
+            await self._try_splice(base, plain)
+        except EngineError as error:
+            self._tokens.forget(base)
+            if self._config.splice == "on":
+                raise EngineError(f"{base} cannot splice ({error}); {_SPLICE_REMEDY}") from error
+            return f"prompts are rendered whole, as this server cannot splice ({error}); {_SPLICE_REMEDY}"
+        return "a continued prompt begins with the exact ids of the call it carries on (splice)"
+
+    async def _try_splice(self, base: str, plain: EngineReply) -> None:
+        """One tiny generation behind ``plain``, judged. Raises EngineError."""
+        said = ChatMessage(role="assistant", content=plain.turn.text)
+        ids = plain.prompt_ids + plain.sampled_ids
+        carried = Continuation("check", ids, messages=2, cut=plain.turn.stop is StopReason.LENGTH)
+        request = replace(_PROBE, messages=(*_PROBE.messages, said, *_PROBE.messages), continues=carried)
+        sampling, session = Sampling(temperature=1.0, top_p=1.0, max_tokens=8), Session("check")
+        plan = await self._tokens.plan((base,), request, sampling, session, await self._served_model())
+        reply = await _last(self._sample_behind(plan), base)
+        if breaches := judge("check", reply):
+            raise EngineError("; ".join(f"{hole.kind}: {hole.detail}" for hole in breaches))
 
     async def _tiny(self, base: str, sampling: Sampling) -> EngineReply:
-        reply: EngineReply | None = None
-        async with contextlib.aclosing(self._sample((base,), _PROBE, sampling, Session("check"))) as parts:
-            async for part in parts:
-                if isinstance(part, EngineReply):
-                    reply = part
-        if reply is None:
-            raise EngineError(f"{base} gave no reply")
-        return reply
+        return await _last(self._sample((base,), _PROBE, sampling, Session("check")), base)
+
+
+async def _last(source: AsyncGenerator[Delta | EngineReply, None], base: str) -> EngineReply:
+    async with contextlib.aclosing(source) as parts:
+        async for part in parts:
+            if isinstance(part, EngineReply):
+                return part
+    raise EngineError(f"{base} gave no reply")
+
+
+_SPLICE_REMEDY = "serve it with --enable-scale-out (vLLM 0.32 or newer)"

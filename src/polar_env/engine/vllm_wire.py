@@ -154,7 +154,7 @@ class Assembly:
             raise EngineError(f"the engine sent a malformed chunk ({type(error).__name__}: {error})") from error
 
     def _take(self, data: Mapping[str, Any]) -> list[Delta]:
-        self._answer_id = self._answer_id or str(data.get("id") or "")
+        self._answer_id = self._answer_id or str(data.get("id") or data.get("request_id") or "")
         self.fingerprint = data.get("system_fingerprint") or self.fingerprint
         self.prompt_ids.extend(data.get("prompt_token_ids") or ())
         if usage := data.get("usage"):
