@@ -11,7 +11,8 @@ import yaml
 from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParserConfig
 from omegaconf import DictConfig
 
-from polar_env.gym import ROOT, dataset, launch
+from polar_env.gym import CONFIG, ROOT, SERVERS, dataset, launch
+from polar_env.gym.venvs import link_venvs
 
 VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
 
@@ -26,9 +27,9 @@ def own_path(monkeypatch: pytest.MonkeyPatch):
 
 def test_gym_finds_our_servers_once_the_root_is_in_use():
     launch.use_root()
-    for server in launch.SERVERS:
+    for server in SERVERS:
         assert nemo_gym._resolve_under_cwd_or_install(f"{server}/app.py").is_file()
-    assert nemo_gym._resolve_under_cwd_or_install(launch.CONFIG) == ROOT / launch.CONFIG
+    assert nemo_gym._resolve_under_cwd_or_install(CONFIG) == ROOT / CONFIG
 
 
 def test_roots_that_were_there_stay_and_ours_is_added_once(monkeypatch: pytest.MonkeyPatch):
@@ -40,17 +41,17 @@ def test_roots_that_were_there_stay_and_ours_is_added_once(monkeypatch: pytest.M
 
 def test_each_server_gets_this_interpreter_s_environment(tmp_path: Path):
     for _ in range(2):  # again over links that are there, from another environment perhaps
-        launch.link_venvs(tmp_path)
-    links = [tmp_path / server / ".venv" for server in launch.SERVERS]
+        link_venvs(tmp_path)
+    links = [tmp_path / server / ".venv" for server in SERVERS]
     assert [link.readlink() for link in links] == [Path(sys.prefix)] * 3
     assert all((link / "bin" / "python").exists() for link in links)
 
 
 def test_a_dead_link_is_replaced(tmp_path: Path):
-    link = tmp_path / launch.SERVERS[0] / ".venv"
+    link = tmp_path / SERVERS[0] / ".venv"
     link.parent.mkdir(parents=True)
     link.symlink_to("/gone")
-    launch.link_venvs(tmp_path)
+    link_venvs(tmp_path)
     assert link.readlink() == Path(sys.prefix)
 
 
@@ -60,14 +61,14 @@ def test_a_free_port_can_be_listened_on():
 
 
 def test_every_server_of_the_config_is_a_folder_with_an_entry_point():
-    config = yaml.safe_load((ROOT / launch.CONFIG).read_text(encoding="utf-8"))
+    config = yaml.safe_load((ROOT / CONFIG).read_text(encoding="utf-8"))
     folders = {
         f"{kind}/{name}": block["entrypoint"]
         for server in config.values()
         for kind, named in server.items()
         for name, block in named.items()
     }
-    assert folders == dict.fromkeys(launch.SERVERS, "app.py")
+    assert folders == dict.fromkeys(SERVERS, "app.py")
     for folder, entry in folders.items():
         assert (ROOT / folder / entry).is_file()
         assert (ROOT / folder / "requirements.txt").is_file()
@@ -77,7 +78,7 @@ def test_gym_itself_reads_our_config_and_finds_the_agent_the_dataset_names():
     launch.use_root()
     settings = DictConfig(
         {
-            "config_paths": [str(ROOT / launch.CONFIG)],
+            "config_paths": [str(ROOT / CONFIG)],
             "policy_base_url": "",
             "policy_api_key": "",
             "policy_model_name": "",

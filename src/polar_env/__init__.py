@@ -20,6 +20,7 @@ NeMo Gym, and the command line goes through the same two.
       segment_log.py         the ledger's durable file: append-only frames, ids stored once
       frames.py              the frames of that file, with checksums. Pure
       conversation.py        what each call was asked, stored once. Pure
+      continuation.py       which earlier call does a request carry on? Message for message. Pure
       prefix.py              which earlier call does a prompt continue? A tree of ids, each stored once. Pure
       records.py             a session's records: ids held once, whole again when they are read. Pure
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
@@ -44,6 +45,7 @@ NeMo Gym, and the command line goes through the same two.
         responses_stream.py  output items of a Responses answer, and the events that stream them
         gemini.py            Google generateContent
         gemini_stream.py     its parts, their signatures, and the chunks that stream both
+        ask.py               a model call before it is sampled, and its record after. Pure
         attempts.py          one generation and the requests waiting for it: joined, replayed, held back
         limits.py            calls, turns and tokens a session may use
         steady.py            first prompts without day, kernel release and nonce. Pure

@@ -1,4 +1,4 @@
-"""polar: demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | config | gym-root."""
+"""polar: demo | rollout | proxy | harness | rebuild | verify | export | dataset | recipe | submit | check | ..."""
 
 import argparse
 import asyncio
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polar_env import cli_training
 from polar_env.config import PolarConfig, compose, environment, override
 from polar_env.errors import ConfigError, PolarError
 from polar_env.export import FORMATS, Job
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _line_options(single)
     _standalone(commands)
     _finished(commands)
+    cli_training.add(commands, _command)
     dataset = _command(commands, "dataset", _dataset, "write task rows for Gym and NeMo-RL as JSONL")
     dataset.add_argument("--harness", help="stamp rows with a harness, or write one per harness (commas)")
     dataset.add_argument("--embed", action="store_true", help="carry whole task rows: the server then needs no data")
@@ -266,7 +268,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _gym_root(arguments: argparse.Namespace) -> int:
     if arguments.venvs:
-        from polar_env.gym.launch import link_venvs
+        from polar_env.gym.venvs import link_venvs
 
         link_venvs(arguments.venvs.resolve())
     print(ROOT)

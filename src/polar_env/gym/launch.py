@@ -7,7 +7,6 @@ NeMo-RL: ``RunHelper().start(GlobalConfigDictParserConfig(...))`` in a process t
 import contextlib
 import random
 import socket
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,17 +23,8 @@ from omegaconf import DictConfig
 
 from polar_env.config import environment, export
 from polar_env.errors import SandboxError, boundary
-from polar_env.gym import ROOT
-
-SERVERS = (
-    "resources_servers/polar",
-    "responses_api_agents/polar_agent",
-    "environment_servers/polar_environment",
-)
-"""Our servers, as Gym names their directories under a root."""
-
-CONFIG = "resources_servers/polar/configs/polar.yaml"
-"""Path of polar's Gym config under the root: what a config's ``config_paths`` names."""
+from polar_env.gym import CONFIG, ROOT
+from polar_env.gym.venvs import link_venvs
 
 RAY_GRACE = 5.0
 """Seconds Ray's processes get to end by themselves."""
@@ -47,16 +37,6 @@ def use_root() -> None:
     if root not in known.split(":"):
         export("NEMO_GYM_EXTRA_ROOTS", f"{root}:{known}" if known else root)
     nemo_gym._augment_sys_path()  # pyright: ignore[reportPrivateUsage] - Gym extends sys.path at import only
-
-
-def link_venvs(directory: Path, servers: Sequence[str] = SERVERS) -> Path:
-    """Point each server's venv at ours: with ``skip_venv_if_present`` Gym then builds none (gym_plugin facts 2.3)."""
-    for server in servers:
-        link = directory / server / ".venv"
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(sys.prefix)
-    return directory
 
 
 HEAD_PORTS = range(4000, 5000)
