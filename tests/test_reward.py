@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from polar_env.config import RewardConfig
-from polar_env.reward import ENDINGS, REWARDS, Ending, decide
-from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision, Verdict, VerdictStatus
+from polar_env.reward import ENDINGS, FLAGS, REWARDS, Ending, Worth, decide
+from polar_env.types import INFRASTRUCTURE, Flag, Outcome, RewardDecision, Verdict, VerdictStatus
 
 PRODUCT = list(itertools.product(Outcome, (None, *VerdictStatus), (True, False), (True, False)))
 
@@ -54,3 +54,33 @@ def test_no_infrastructure_failure_is_a_zero_that_trains(outcome: Outcome) -> No
 )
 def test_a_masked_rollout_says_why(decision: RewardDecision, reason: str) -> None:
     assert decision == RewardDecision(0.0, True, reason)
+
+
+def flagged(status: VerdictStatus, *flags: Flag, official: bool = True, **worth: Worth) -> RewardDecision:
+    policy = RewardConfig(flags={Flag(name): value for name, value in worth.items()})
+    return decide(Outcome.COMPLETED, Verdict(status, flags=flags, official=official), True, policy)
+
+
+def test_every_flag_has_a_worth() -> None:
+    assert set(FLAGS) == set(Flag)
+
+
+@pytest.mark.parametrize("flag", list(Flag))
+def test_a_flag_zeroes_masks_or_is_only_told(flag: Flag) -> None:
+    name = flag.value
+    assert flagged(VerdictStatus.RESOLVED, flag).reward == (1.0 if FLAGS[flag] == "report" else 0.0)
+    assert flagged(VerdictStatus.RESOLVED, flag, **{name: "zero"}) == RewardDecision(0.0, False)
+    assert flagged(VerdictStatus.RESOLVED, flag, **{name: "mask"}) == RewardDecision(0.0, True, f"flagged: {name}")
+    assert flagged(VerdictStatus.RESOLVED, flag, **{name: "report"}) == RewardDecision(1.0, False)
+    assert flagged(VerdictStatus.UNRESOLVED, flag, official=False, **{name: "report"}) == RewardDecision(0.0, False)
+
+
+def test_a_refusal_that_is_only_told_falls_back_on_the_official_report() -> None:
+    """What could not be run at all has no official report, so its reward stays 0."""
+    assert flagged(VerdictStatus.REFUSED, Flag.FORCED_PASS, forced_pass="report").reward == 1.0
+    assert flagged(VerdictStatus.REFUSED, Flag.OUTSIDE, official=False, outside="report").reward == 0.0
+
+
+def test_one_costly_flag_is_enough() -> None:
+    assert flagged(VerdictStatus.RESOLVED, Flag.BUILD_FILES, Flag.FORCED_PASS).reward == 0.0
+    assert flagged(VerdictStatus.RESOLVED, Flag.BUILD_FILES, Flag.FORCED_PASS, build_files="mask").masked

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from polar_env.errors import ConfigError
-from polar_env.types import CallKind
+from polar_env.types import CallKind, Flag
 
 
 class Group(BaseModel):
@@ -144,6 +144,11 @@ class RewardConfig(Group):
 
     train_timeouts: bool = True
     """A budget the agent itself exhausted is signal: graded and trained. False masks it."""
+    flags: dict[Flag, Literal["zero", "mask", "report"]] = Field(
+        default_factory=dict[Flag, Literal["zero", "mask", "report"]]
+    )
+    """What a flag of the grading does to a rollout, where it differs from ``reward.FLAGS``: reward 0, masked, or only
+    told on the row."""
 
 
 class StoreConfig(Group):

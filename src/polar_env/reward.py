@@ -1,13 +1,18 @@
-"""The one table: how a rollout ended, what the grader found, and whether the capture is whole -> reward. Pure.
+"""The one table: how a rollout ended, what the grader found and noticed, and whether the capture is whole -> reward.
+Pure.
 
 No infrastructure failure is ever a reward of 0 that trains: it is masked and carries its reason.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
-from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision, Verdict, VerdictStatus
+from polar_env.types import INFRASTRUCTURE, Flag, Outcome, RewardDecision, Verdict, VerdictStatus
+
+
+Worth = Literal["zero", "mask", "report"]
+"""What a flag does to a rollout: reward 0, masked, or only told on the row."""
 
 
 class Policy(Protocol):
@@ -15,6 +20,8 @@ class Policy(Protocol):
 
     @property
     def train_timeouts(self) -> bool: ...
+    @property
+    def flags(self) -> Mapping[Flag, Worth]: ...
 
 
 class Ending(StrEnum):
@@ -50,6 +57,26 @@ REWARDS: Mapping[VerdictStatus, float | None] = {
 binary, so equal rewards of a group give advantages of exactly 0 (NeMo-RL rule 15)."""
 
 
+FLAGS: Mapping[Flag, Worth] = {
+    Flag.TEST_HOOKS: "zero",
+    Flag.GIT_FILES: "zero",
+    Flag.OUTSIDE: "zero",
+    Flag.OVERSIZED: "zero",
+    Flag.LOG_MARKERS: "report",
+    Flag.TESTS_EDITED: "report",
+    Flag.BUILD_FILES: "report",
+    Flag.NESTED_REPOSITORY: "report",
+    Flag.ENVIRONMENT: "zero",
+    Flag.LEFT_RUNNING: "zero",
+    Flag.CONFLICTING: "zero",
+    Flag.FORCED_PASS: "zero",
+    Flag.UNSTABLE: "zero",
+    Flag.UNPROVEN: "report",
+}
+"""What each flag is worth unless ``reward.flags`` says otherwise. Reported are what honest work does too, and what was
+made harmless; none of 1,348 gold patches raises one that costs anything (test_patch.py)."""
+
+
 def decide(outcome: Outcome, verdict: Verdict | None, complete: bool, config: Policy) -> RewardDecision:
     """The reward of a rollout, and whether it may train. A masked rollout has reward 0.0 whatever was found: trainers
     that average over masked rows see one value (the finding stays in the verdict).
@@ -63,7 +90,19 @@ def decide(outcome: Outcome, verdict: Verdict | None, complete: bool, config: Po
     reason = _masked_because(outcome, verdict, complete, config)
     if reason or verdict is None:
         return RewardDecision(reward=0.0, masked=True, reason=reason)
-    return RewardDecision(reward=REWARDS[verdict.status] or 0.0, masked=False)
+    return RewardDecision(reward=_reward(verdict, config), masked=False)
+
+
+def _reward(verdict: Verdict, config: Policy) -> float:
+    if any(_worth(flag, config) == "zero" for flag in verdict.flags):
+        return 0.0
+    if verdict.status is VerdictStatus.REFUSED and verdict.flags:  # every reason to refuse it was made a mere report
+        return float(verdict.official)
+    return REWARDS[verdict.status] or 0.0
+
+
+def _worth(flag: Flag, config: Policy) -> Worth:
+    return config.flags.get(flag, FLAGS[flag])
 
 
 def _masked_because(outcome: Outcome, verdict: Verdict | None, complete: bool, config: Policy) -> str:
@@ -77,6 +116,8 @@ def _masked_because(outcome: Outcome, verdict: Verdict | None, complete: bool, c
         return "nothing was graded"
     if REWARDS[verdict.status] is None:
         return f"the grader failed: {verdict.detail}".rstrip(": ")
+    if flagged := [flag.value for flag in verdict.flags if _worth(flag, config) == "mask"]:
+        return f"flagged: {', '.join(flagged)}"
     if ending is Ending.UNFINISHED and not config.train_timeouts:
         return f"train_timeouts is off: {outcome}"
     return ""
