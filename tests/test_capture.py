@@ -183,6 +183,27 @@ async def test_a_caller_that_goes_away_does_not_undo_its_commit(tmp_path: Path) 
     assert [fields_of(record) for record in result.records] == [fields_of(call(0, [1], [2]))]
 
 
+async def test_the_ids_of_a_committed_call_are_those_it_was_sampled_with() -> None:
+    ledger = Ledger(SESSION)
+    await ledger.append(call(0, [1, 2], [3], call_id="a"))
+    await ledger.append(call(1, [1, 2, 9], [4, 5], call_id="b"))
+    assert (ledger.ids("a"), ledger.ids("b")) == (ids(1, 2, 3), ids(1, 2, 9, 4, 5))
+    ledger.seal()
+    assert ledger.ids("a") == ids(1, 2, 3)
+    with pytest.raises(KeyError, match="c"):
+        ledger.ids("c")
+
+
+async def test_a_call_the_log_lost_has_no_ids_to_continue(tmp_path: Path) -> None:
+    (tmp_path / "calls.log").symlink_to("/dev/full")
+    async with SegmentLog(tmp_path) as log:
+        ledger = Ledger(SESSION, log)
+        with pytest.raises(CaptureError, match="No space left"):
+            await ledger.append(call(0, [1], [2]))
+        with pytest.raises(KeyError, match="call-0"):
+            ledger.ids("call-0")
+
+
 def test_arrays_are_kept_as_they_came() -> None:
     values = array("f", [2e-7, -0.5])
     record = asyncio.run(sealed(call(0, [1], [2, 3], log_probs=values))).records[0]

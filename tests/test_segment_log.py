@@ -19,7 +19,7 @@ from polar_env.errors import CaptureError
 from polar_env.frames import PREFIX_SIZE, FrameKind, encode_frame
 from polar_env.segment_log import FILE_NAME
 from polar_env.types import CallRecord, Hole, HoleKind, SealedLedger, StopReason, ToolCall
-from trajectory_helpers import SESSION, call, fields_of, ids, ledger, long_session, same_ledger
+from trajectory_helpers import SESSION, call, call_trees, fields_of, ids, ledger, long_session, same_ledger
 
 NAN_HOLE = Hole(HoleKind.BAD_LOG_PROB, "call-2", "nan")
 
@@ -176,6 +176,22 @@ async def test_a_long_session_is_stored_in_at_most_a_fifth_more_than_its_unique_
     unique = 4 * (len(records[-1].prompt_ids) + sum(len(entry.log_probs) for entry in records))
     assert (tmp_path / FILE_NAME).stat().st_size <= 1.2 * unique
     assert same_ledger(rebuild(tmp_path), sealed)
+
+
+async def test_histories_that_part_in_the_middle_are_stored_once_up_to_there(tmp_path: Path) -> None:
+    """A harness that rewrites the end of its history (thinking stripped, a result cut) repeats all that is before."""
+    records = [call(i, [*range(5000), 70_000 + i], range(9)) for i in range(20)]
+    sealed = await record(tmp_path, records)
+    assert (tmp_path / FILE_NAME).stat().st_size < 4 * 5000 + 20 * 700
+    assert same_ledger(rebuild(tmp_path), sealed)
+
+
+@settings(deadline=None, max_examples=30)
+@given(call_trees())
+def test_any_session_comes_back_as_it_was_sealed(found: SealedLedger) -> None:
+    with TemporaryDirectory() as directory:
+        sealed = asyncio.run(record(Path(directory), list(found.records)))
+        assert same_ledger(rebuild(Path(directory)), sealed)
 
 
 async def test_a_directory_holds_one_session(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ Capture never breaks a call, and a hole is never hidden: whatever could not be r
 which makes the ledger incomplete, and an incomplete rollout is masked by construction.
 """
 
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
 
 from polar_env.errors import CaptureError
 from polar_env.frames import FrameKind
+from polar_env.records import RecordStore
 from polar_env.segment_log import SegmentLog, rebuild
 from polar_env.types import CallRecord, EngineReply, Hole, HoleKind, ModelRequest, SealedLedger, StopReason
 
@@ -81,7 +83,7 @@ class Ledger:
     def __init__(self, session_id: str, log: SegmentLog | None = None) -> None:
         self.session_id = session_id
         self._log = log
-        self._records: dict[str, CallRecord] = {}
+        self._records = RecordStore()
         self._indices: set[int] = set()
         self._delivered: set[str] = set()
         self._superseded: set[str] = set()
@@ -97,15 +99,19 @@ class Ledger:
                 the ledger has a LOST_RECORD hole).
         """
         self._admit(record)
-        self._records[record.call_id] = record
+        placed = self._records.add(record)
         self._indices.add(record.index)
         if self._log is None:
             return
         try:
-            await self._log.write(record, request)
+            await self._log.write(record, request, base=placed.base, shared=placed.shared)
         except CaptureError as error:
             self._lose(record, error)
             raise
+
+    def ids(self, call_id: str) -> "array[int]":
+        """[P + S]: the exact prompt and sampled ids of a committed call, a copy. Raises KeyError: no such call."""
+        return self._records.ids(call_id)
 
     def mark_delivered(self, call_id: str) -> None:
         """The reply reached the client in full. Ignored after ``seal``: the verdict on the session is closed."""
@@ -143,20 +149,19 @@ class Ledger:
 
     def _lose(self, record: CallRecord, error: CaptureError) -> None:
         if self._sealed is None:
-            self._records.pop(record.call_id, None)
+            self._records.drop(record.call_id)
             self.mark_incomplete(Hole(HoleKind.LOST_RECORD, record.call_id, str(error)))
 
     def _close(self) -> SealedLedger:
-        records = tuple(sorted(self._records.values(), key=lambda record: record.index))
         failure = self._log.failure if self._log else None
         if failure is not None and not self._holes:
             self._holes.append(Hole(HoleKind.LOST_RECORD, None, str(failure)))
         return SealedLedger(
             session_id=self.session_id,
-            records=records,
+            records=self._records.records(),
             delivered=frozenset(self._delivered),
             superseded=frozenset(self._superseded),
-            holes=(*self._holes, *(hole for record in records for hole in record.holes)),
+            holes=(*self._holes, *(hole for record in self._records.bare() for hole in record.holes)),
         )
 
     def _note(self, mark: FrameKind, /, **header: object) -> None:

@@ -1,68 +1,210 @@
-"""Which earlier call does a prompt continue? Exact token prefixes, compared over whole arrays. Pure."""
+"""Which earlier call does a prompt continue? A radix tree over token ids, every id stored once. Pure.
+
+A session's calls repeat its history: 150 calls that end at 136K ids are 10M ids one after the other. Here a call adds
+only the ids that no earlier call had at that place after the same beginning, so memory grows with what is new.
+"""
 
 from array import array
-from bisect import insort
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-TAIL = 16
-"""Ids compared first: sequences that share a long beginning nearly always differ where they end."""
+FIRST_LOOK = 512
+"""Ids compared first; each further look takes eight times as many, so that an early difference is found early."""
 
 
 def as_ids(ids: "array[int]") -> Ids:
-    """A zero-copy int32 view of ``array('i')``."""
+    """A zero-copy int32 view of ``array('i')``. The array cannot grow while a view of it lives."""
     return np.frombuffer(ids, dtype=np.int32)
+
+
+def common(left: Ids, right: Ids) -> int:
+    """How many ids at the beginning are equal."""
+    size, at, look = min(len(left), len(right)), 0, FIRST_LOOK
+    while at < size:
+        end = min(at + look, size)
+        differ = left[at:end] != right[at:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return at + first
+        at, look = end, 8 * look
+    return size
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One call's prompt and sampled ids, by reference."""
+    """A call in the index; its length is that of its prompt and sampled ids together."""
 
     name: str
     group: str
-    prompt: Ids
-    sampled: Ids
+    length: int
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.sampled)
+        return self.length
 
-    def begins(self, ids: Ids) -> bool:
-        """True when prompt + sampled equals the first ``len(self)`` of ``ids``."""
-        cut = len(self.prompt)
-        head, after = ids[:cut], ids[cut : len(self)]
-        return (
-            np.array_equal(after, self.sampled)
-            and np.array_equal(head[-TAIL:], self.prompt[-TAIL:])
-            and np.array_equal(head, self.prompt)
-        )
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a call came to lie."""
+
+    parent: Entry | None
+    """The longest earlier call that its prompt strictly extends."""
+    base: str | None
+    """An earlier call that begins with the first ``shared`` ids of the prompt; ``None`` when nothing is shared."""
+    shared: int
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Ids in one line, from offset ``start`` of a sequence on; what comes before is in the runs above.
+
+    A sequence that goes on where the run ends lengthens it; one that differs inside it becomes a branch.
+    """
+
+    start: int = 0
+    above: "_Run | None" = None
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    ends: list[int] = field(default_factory=list[int])
+    """Offsets at which calls end, ascending; the run's own end is always the last."""
+    calls: list[list[Entry]] = field(default_factory=list[list[Entry]])
+    """The calls that end at each of ``ends``, in order of arrival."""
+    branches: "dict[tuple[int, int], _Run]" = field(default_factory=dict[tuple[int, int], "_Run"])
+    """(offset, first id there) -> run."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    def grow(self, at: int, ids: "array[int]") -> "_Run":
+        """Store ``ids`` from offset ``at`` on, where they leave this run; returns the run that now holds them."""
+        if at == self.end:
+            self.ids.extend(ids)
+            return self
+        run = self.branches[at, ids[0]] = _Run(at, self, ids[:])
+        return run
+
+    def take(self, call: Entry) -> None:
+        """``call`` ends in this run."""
+        at = bisect_left(self.ends, len(call))
+        if at == len(self.ends) or self.ends[at] != len(call):
+            self.ends.insert(at, len(call))
+            self.calls.insert(at, [])
+        self.calls[at].append(call)
+
+    def longest(self, limit: int, group: str) -> Entry | None:
+        """The longest call of at most ``limit`` ids that ends here; of equal ones the first of ``group``, else the
+        first."""
+        at = bisect_right(self.ends, limit)
+        equal = self.calls[at - 1] if at else []
+        return next((call for call in equal if call.group == group), equal[0] if equal else None)
+
+    def reaching(self, at: int) -> Entry:
+        """The shortest call that ends here and holds all ids before ``at``."""
+        return self.calls[bisect_left(self.ends, at)][0]
+
+
+_Steps = list[tuple[_Run, int]]
+"""Runs from the first to the last that ids were followed into, each with the offset up to which they agreed."""
+
+
+def _follow(run: _Run, at: int, ids: "array[int]") -> _Steps:
+    """Follow ``ids`` from offset ``at`` of ``run`` as far as the tree agrees."""
+    known, steps, origin = as_ids(ids), _Steps(), at
+    while True:
+        at += common(as_ids(run.ids)[at - run.start :], known[at - origin :])
+        steps.append((run, at))
+        rest = at - origin
+        branch = run.branches.get((at, ids[rest])) if rest < len(ids) else None
+        if branch is None:
+            return steps
+        run = branch
 
 
 class PrefixIndex:
-    """Finds the longest known prompt+sampled sequence that a prompt strictly extends.
+    """Calls by their ids. Finds the longest known prompt+sampled sequence that a prompt strictly extends.
 
     Strictly: a prompt that adds nothing to a call is no continuation of it (NeMo-RL breaks on an empty delta, rule 6).
+    A call without ids is kept and is nobody's parent. Memory: the ids of the tree, each once; time: O(ids compared).
     """
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._root = _Run()
+        self._places: dict[str, tuple[_Run, int, int]] = {}
 
-    def add(self, name: str, prompt: "array[int]", sampled: "array[int]", group: str = "") -> None:
-        """Make a call findable. A call without ids is a prefix of everything and is left out."""
-        if len(prompt) + len(sampled):
-            insort(self._entries, Entry(name, group, as_ids(prompt), as_ids(sampled)), key=lambda entry: -len(entry))
+    def add(self, name: str, prompt: "array[int]", sampled: "array[int]", group: str = "") -> Placed:
+        """Take a call in, copying the ids that are new; says which earlier calls it continues and shares ids with."""
+        steps = _follow(self._root, 0, prompt)
+        run, at = steps[-1]
+        placed = Placed(_longest(steps, len(prompt), group), run.reaching(at).name if at else None, at)
+        self._store(run, at, prompt[at:], Entry(name, group, len(prompt) + len(sampled)), sampled)
+        return placed
+
+    def add_after(self, base: str, shared: int, name: str, prompt: "array[int]", sampled: "array[int]") -> None:
+        """``add`` for a prompt of which the first ``shared`` ids are those of the call ``base``, and ``prompt`` the
+        rest: none of the shared ids is looked at. Raises KeyError."""
+        run = self._places[base][0]
+        while run.above is not None and shared <= run.start:
+            run = run.above
+        run, at = _follow(run, shared, prompt)[-1]
+        call = Entry(name, "", shared + len(prompt) + len(sampled))
+        self._store(run, at, prompt[at - shared :], call, sampled)
 
     def longest(self, prompt: "array[int]", group: str = "") -> Entry | None:
-        """The longest entry that ``prompt`` strictly extends; of equal sequences one in ``group``, else the first."""
-        ids, found = as_ids(prompt), None
-        for entry in self._entries:
-            if found is not None and len(entry) < len(found):
-                break
-            if len(entry) < len(ids) and entry.begins(ids):
-                if entry.group == group:
-                    return entry
-                found = found or entry
-        return found
+        """The longest call that ``prompt`` strictly extends; of equal sequences one in ``group``, else the first."""
+        return _longest(_follow(self._root, 0, prompt), len(prompt), group)
+
+    def _store(self, run: _Run, at: int, new: "array[int]", call: Entry, sampled: "array[int]") -> None:
+        """Put a call's ids behind offset ``at`` of ``run``: what of its prompt is ``new``, and what was sampled."""
+        prompt = at + len(new)
+        if not new:
+            run, at = _follow(run, at, sampled)[-1]
+        rest = new + sampled if new else sampled[at - prompt :]
+        if rest:
+            run = run.grow(at, rest)
+        if len(call):
+            run.take(call)
+        self._places[call.name] = run, prompt, len(call)
+
+    @property
+    def held(self) -> int:
+        """Token ids in memory: those of all calls, a beginning that several share counted once."""
+        runs, count = [self._root], 0
+        while runs:
+            run = runs.pop()
+            count += len(run.ids)
+            runs.extend(run.branches.values())
+        return count
+
+    def ids(self, name: str) -> "array[int]":
+        """[P + S]: a call's prompt and sampled ids. Raises KeyError."""
+        run, _, length = self._places[name]
+        return _cut(run, 0, length)
+
+    def parts(self, name: str) -> tuple["array[int]", "array[int]"]:
+        """([P], [S]): a call's prompt and sampled ids. Raises KeyError."""
+        run, prompt, length = self._places[name]
+        return _cut(run, 0, prompt), _cut(run, prompt, length)
+
+
+def _longest(steps: _Steps, length: int, group: str) -> Entry | None:
+    found = (run.longest(min(at, length - 1), group) for run, at in reversed(steps))
+    return next((call for call in found if call is not None), None)
+
+
+def _cut(run: _Run | None, first: int, last: int) -> "array[int]":
+    """Ids ``first`` to ``last`` of the sequence that goes through ``run``: copied once when they lie in one run."""
+    parts = list["array[int]"]()
+    while run is not None and first < last:
+        begin = max(first, run.start)
+        if begin < last:
+            parts.append(run.ids[begin - run.start : last - run.start])
+            last = begin
+        run = run.above
+    whole = parts.pop() if parts else array("i")
+    while parts:
+        whole.extend(parts.pop())
+    return whole

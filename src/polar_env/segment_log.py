@@ -1,8 +1,8 @@
 """The durable log of one session: append-only frames, token ids stored once, one fsync for all that wait.
 
-A file is a run of ``frames``. A call stores the longest earlier call its prompt extends, and only the ids that are new,
-as raw little-endian arrays. What it was asked follows in a frame of its own, unless ``store.messages`` is off. The
-session's key is never written.
+A file is a run of ``frames``. A call names an earlier call that begins as its prompt does, how many ids they share, and
+stores only the ids that are new, as raw little-endian arrays. What it was asked follows in a frame of its own, unless
+``store.messages`` is off. The session's key is never written.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -23,7 +23,8 @@ from polar_env import conversation
 from polar_env.conversation import Conversation
 from polar_env.errors import CaptureError, boundary
 from polar_env.frames import Frame, FrameKind, encode_frame, frames
-from polar_env.prefix import PrefixIndex
+from polar_env.messages import Replaced
+from polar_env.records import RecordStore
 from polar_env.types import (
     AssistantTurn,
     CallKind,
@@ -31,7 +32,6 @@ from polar_env.types import (
     Hole,
     HoleKind,
     ModelRequest,
-    Replaced,
     Sampling,
     SealedLedger,
     StopReason,
@@ -64,14 +64,12 @@ def _array(code: str, data: bytes) -> "array[Any]":
     return values
 
 
-def _encode_call(record: CallRecord, parent: str | None, shared: int) -> bytes:
+def _encode_call(record: CallRecord, base: str | None, shared: int) -> bytes:
     arrays = ("prompt_ids", "sampled_ids", "log_probs")
-    header = {
-        field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.name not in arrays
-    }
+    header = {each.name: getattr(record, each.name) for each in dataclasses.fields(record) if each.name not in arrays}
     header |= {name: dataclasses.asdict(header[name]) for name in ("turn", "sampling", "asked")}
     header["holes"] = [dataclasses.asdict(hole) for hole in record.holes]
-    header |= {"parent": parent, "shared": shared, "prompt": len(record.prompt_ids), "sampled": len(record.sampled_ids)}
+    header |= {"parent": base, "shared": shared, "prompt": len(record.prompt_ids), "sampled": len(record.sampled_ids)}
     body = (_little(record.prompt_ids[shared:]), _little(record.sampled_ids), _little(record.log_probs))
     return encode_frame(FrameKind.CALL, header, b"".join(body))
 
@@ -90,8 +88,8 @@ def _decode_hole(data: dict[str, Any]) -> Hole:
     return Hole(HoleKind(data["kind"]), data["call_id"], data["detail"])
 
 
-def _decode_call(frame: Frame, prompt_ids: "array[int]") -> CallRecord:
-    """``prompt_ids``: what this prompt shares with its parent; grown in place, so that a long prompt is copied once."""
+def _decode_call(frame: Frame) -> CallRecord:
+    """The record of a frame; its ``prompt_ids`` lack what the prompt shares with its base."""
     header = dict(frame.header)
     header.pop("parent")
     prompt, sampled = 4 * (header.pop("prompt") - header.pop("shared")), 4 * header.pop("sampled")
@@ -101,10 +99,9 @@ def _decode_call(frame: Frame, prompt_ids: "array[int]") -> CallRecord:
     header["ignored"] = tuple(header["ignored"])
     header["replaced"] = tuple(Replaced(*each) for each in header.get("replaced", ()))
     header["kind"], header["wire"] = CallKind(header["kind"]), WireApi(header["wire"])
-    prompt_ids.extend(_array("i", frame.body[:prompt]))
     return CallRecord(
         **header,
-        prompt_ids=prompt_ids,
+        prompt_ids=_array("i", frame.body[:prompt]),
         sampled_ids=_array("i", frame.body[prompt : prompt + sampled]),
         log_probs=_array("f", frame.body[prompt + sampled :]),
     )
@@ -135,7 +132,6 @@ class SegmentLog:
         self.directory = directory
         self._asked = conversation.Writer() if messages else None
         self.failure: CaptureError | None = None
-        self._index = PrefixIndex()
         self._lock, self._io = Lock(), Lock()
         self._pending: list[_Queued] = []
         self._file, self._closed = -1, False
@@ -151,13 +147,20 @@ class SegmentLog:
         self._closed = True
         await asyncio.shield(self._loop.run_in_executor(WRITERS, self._close))
 
-    async def write(self, record: CallRecord, request: ModelRequest | None = None) -> None:
-        """Store a call and what it was asked. Returns once it is on disk. Raises CaptureError when it is not."""
-        parent = self._index.longest(record.prompt_ids)
-        name, shared = (parent.name, len(parent)) if parent else (None, 0)
-        self._index.add(record.call_id, record.prompt_ids, record.sampled_ids)
+    async def write(
+        self, record: CallRecord, request: ModelRequest | None = None, *, base: str | None = None, shared: int = 0
+    ) -> None:
+        """Store a call and what it was asked. Returns once it is on disk.
+
+        Args:
+            base: a call written before; its ids begin with the first ``shared`` ids of this prompt, which are not
+                written again.
+
+        Raises:
+            CaptureError: it is not on disk.
+        """
         durable: asyncio.Future[None] = self._loop.create_future()
-        self._put(_Queued(_encode_call(record, name, shared), durable, record.call_id, request))
+        self._put(_Queued(_encode_call(record, base, shared), durable, record.call_id, request))
         await asyncio.shield(durable)
 
     def note(self, mark: FrameKind, /, **header: Any) -> None:
@@ -250,15 +253,18 @@ def _sync_directory(directory: Path) -> None:
 # --- rebuilding -------------------------------------------------------------------------------------------------
 
 
+MARKS = (FrameKind.DELIVERED, FrameKind.SUPERSEDED)
+
+
 @dataclass(slots=True)
 class _Rebuilt:
     """What has been read of a log so far."""
 
     session_id: str
-    records: dict[str, CallRecord]
-    marks: dict[FrameKind, set[str]]
-    holes: list[Hole]
-    asked: list[Frame] = dataclasses.field(default_factory=list[Frame])
+    records: RecordStore = field(default_factory=RecordStore)
+    marks: dict[FrameKind, set[str]] = field(default_factory=lambda: {kind: set[str]() for kind in MARKS})
+    holes: list[Hole] = field(default_factory=list[Hole])
+    asked: list[Frame] = field(default_factory=list[Frame])
     sealed: bool = False
 
     def take(self, frame: Frame) -> None:
@@ -278,26 +284,25 @@ class _Rebuilt:
                 self.asked.append(frame)
 
     def ledger(self) -> SealedLedger:
-        records = tuple(sorted(self.records.values(), key=lambda record: record.index))
         return SealedLedger(
             session_id=self.session_id,
-            records=records,
+            records=self.records.records(),
             delivered=frozenset(self.marks[FrameKind.DELIVERED]),
             superseded=frozenset(self.marks[FrameKind.SUPERSEDED]),
-            holes=(*self.holes, *(hole for record in records for hole in record.holes)),
+            holes=(*self.holes, *(hole for record in self.records.bare() for hole in record.holes)),
         )
 
     def lose(self, call_id: str | None, why: str) -> None:
         self.holes.append(Hole(HoleKind.LOST_RECORD, call_id, why))
 
     def _take_call(self, frame: Frame) -> None:
-        call_id, parent = frame.header["call_id"], frame.header["parent"]
-        if parent is None:
-            self.records[call_id] = _decode_call(frame, array("i"))
-        elif base := self.records.get(parent):
-            self.records[call_id] = _decode_call(frame, base.prompt_ids + base.sampled_ids)
+        base = frame.header["parent"]
+        if base is None:
+            self.records.add(_decode_call(frame))
+        elif base in self.records:
+            self.records.add_after(_decode_call(frame), base, frame.header["shared"])
         else:
-            self.lose(call_id, f"the log lost call {parent}, whose ids this call's prompt begins with")
+            self.lose(frame.header["call_id"], f"the log lost call {base}, whose ids this call's prompt begins with")
 
     def _check_count(self, sealed: int) -> None:
         if sealed > len(self.records) and not self.holes:
@@ -333,7 +338,7 @@ def read(directory: Path) -> SessionLog:
     Raises:
         CaptureError: there is no readable log in ``directory``.
     """
-    state = _Rebuilt(directory.name, {}, {FrameKind.DELIVERED: set(), FrameKind.SUPERSEDED: set()}, [])
+    state = _Rebuilt(directory.name)
     with boundary(CaptureError, f"reading the session log in {directory}"):
         for frame in frames((directory / FILE_NAME).read_bytes()):
             if frame is None:

@@ -103,9 +103,8 @@ def _parents(calls: Sequence[CallRecord]) -> dict[str, str | None]:
     """call_id -> the call it continues. ``calls`` in order of ``index``; only earlier calls can be parents."""
     index, parents = PrefixIndex(), dict[str, str | None]()
     for call in calls:
-        found = index.longest(call.prompt_ids, call.thread)
-        parents[call.call_id] = found.name if found else None
-        index.add(call.call_id, call.prompt_ids, call.sampled_ids, call.thread)
+        parent = index.add(call.call_id, call.prompt_ids, call.sampled_ids, call.thread).parent
+        parents[call.call_id] = parent.name if parent else None
     return parents
 
 

@@ -5,7 +5,7 @@ a session of 150 turns and 136K tokens must stay cheap to hold and to rebuild.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -298,7 +298,7 @@ class SealedLedger:
     """All that was captured in one session; nothing can be added any more."""
 
     session_id: str
-    records: tuple[CallRecord, ...]
+    records: Sequence[CallRecord]
     """In order of arrival (``index``)."""
     delivered: frozenset[str]
     """call_ids whose reply reached the client in full."""
