@@ -87,7 +87,7 @@ def test_the_rows_name_their_agent_and_harness_and_carry_no_fix(request_):
 
 def test_collection_repeats_its_rows_because_nemo_rl_does_not(request_):
     """``collect_trajectories`` goes over the validation rows once, as they are."""
-    made = render(replace(request_, name="collect_qwen3_0.6b_1gpu", tasks=("polar__inventory-1",)))
+    made = render(replace(request_, name="collect_qwen3_0.6b_1gpu", tasks=("polar-env__spans-1",)))
     assert made.rows[str(request_.out.resolve() / "validation.jsonl")] == 4
 
 
