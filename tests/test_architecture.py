@@ -34,6 +34,7 @@ TABLE = (
     Row("continuation", 1, FACTS),
     Row("digest", 1, FACTS),
     Row("reward", 1, FACTS),
+    Row("control", 1, FACTS),
     Row("proxy.sse", 1),
     # The rooms' own __init__: protocols, facts and dotted-path tables, which everybody may read.
     Row("proxy", 1, FACTS),
@@ -54,6 +55,8 @@ TABLE = (
     Row("proxy.attempts", 3, (*FACTS, "proxy")),
     Row("proxy.limits", 3, (*FACTS, "config", "proxy.attempts")),
     Row("proxy.steady", 3, FACTS),
+    Row("engine.fence", 3, (*FACTS, "engine")),
+    Row("proxy.control", 3, (*FACTS, "engine.fence")),
     Row(
         "proxy.session",
         3,
@@ -63,6 +66,7 @@ TABLE = (
             "capture",
             "continuation",
             "engine",
+            "engine.fence",
             "proxy",
             "proxy.ask",
             "proxy.attempts",
@@ -78,7 +82,18 @@ TABLE = (
     Row(
         "proxy.server",
         4,
-        (*FACTS, "config", "capture", "engine", "proxy", "proxy.sse", "proxy.attempts", "proxy.session"),
+        (
+            *FACTS,
+            "config",
+            "capture",
+            "engine",
+            "engine.fence",
+            "proxy",
+            "proxy.sse",
+            "proxy.attempts",
+            "proxy.control",
+            "proxy.session",
+        ),
     ),
     # Level 5: the only composer, and rollouts on many nodes.
     Row("rollout", 5, (*FACTS, *MIDDLE, "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session")),

@@ -26,6 +26,7 @@ NeMo Gym, and the command line goes through the same two.
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
+      control.py             a trainer's side of the fence: orders over HTTP
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       workers.py             (planned) rollouts spread over Ray actors
       demo.py                the main job: a group per harness through NeMo Gym, and its table
@@ -51,6 +52,7 @@ NeMo Gym, and the command line goes through the same two.
         steady.py            first prompts without day, kernel release and nonce. Pure
         threads.py           sub-agents that look the same on the wire, told apart. Pure
         session.py           one rollout's calls: retries, limits, records, the end
+        control.py           a trainer's orders to the fence, with a secret of their own. No sockets
         server.py            moves bytes between aiohttp and sessions, decides nothing
       engine/                where a prompt becomes sampled tokens
         vllm.py              a stock vLLM server: exact ids and log-probs, one replica per session
@@ -62,6 +64,7 @@ NeMo Gym, and the command line goes through the same two.
         patches.py           unified diffs as values, for the scripts
         splice.py            a prompt as the ids that exist and a rendering of what is new, proved per template
         tokenizer.py         tokenizer and template from a folder: messages and tools in, ids out
+        fence.py             the gate before an engine whose weights change: pause, resume, abort, versions
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store
         pythons.py           an interpreter for harnesses that do not run on ours

@@ -1,8 +1,8 @@
 """Moves bytes between harnesses and sessions over HTTP, and decides nothing.
 
-Two things never share a listener: what a sandbox can reach serves model routes only; control (``open``, ``close``) is
-in-process. A session's key is found in the path (``/s/<key>/…``), ``Authorization: Bearer``, ``x-api-key``,
-``x-goog-api-key`` or ``?key=``.
+Two things never share a listener: what a sandbox can reach serves model routes only; control is in-process (``open``,
+``close``) or on a listener of its own, with a secret of its own (``listen_control``). A session's key is found in the
+path (``/s/<key>/…``), ``Authorization: Bearer``, ``x-api-key``, ``x-goog-api-key`` or ``?key=``.
 
 How a reply leaves:
 
@@ -20,7 +20,7 @@ import math
 import pkgutil
 import socket
 import struct
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, cast
@@ -31,8 +31,9 @@ from polar_env.capture import Ledger
 from polar_env.config import ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
+from polar_env.engine.fence import Fence
 from polar_env.errors import BadRequest, EngineError, PolarError, boundary
-from polar_env.proxy import DIALECTS, Dialect
+from polar_env.proxy import DIALECTS, Dialect, control
 from polar_env.proxy.attempts import Attempt, Refusal, chunks, refusal
 from polar_env.proxy.session import Classify, Session, policy
 from polar_env.types import ModelRequest, Sampling
@@ -49,12 +50,15 @@ SHUTDOWN = 2.0
 REMEMBERED = 100_000
 """Keys of closed sessions answered 410 rather than 401."""
 
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+RequestFactory = Callable[[Any, Any, Any, Any, Any], web.BaseRequest]
+
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 ARRAY_HEADERS = {**STREAM_HEADERS, "Content-Type": "application/json; charset=utf-8"}
 
 
 class ProxyServer:
-    """The proxy of one process: all sessions, any number of listeners, one engine.
+    """The proxy of one process: all sessions, any number of listeners, one engine behind a ``fence``.
 
     ``async with ProxyServer(engine, config) as proxy``. Generations live in its task group; leaving closes every
     session. ``model`` is the one name that GET /v1/models lists: the name harnesses are told, which is not the engine's
@@ -64,7 +68,7 @@ class ProxyServer:
     def __init__(
         self, engine: Engine, config: ProxyConfig, *, model: str = "policy", dialects: tuple[str, ...] = DIALECTS
     ) -> None:
-        self._engine = engine
+        self.fence = Fence(engine)
         self._config = config
         self._model = model
         self._dialects = tuple(cast("Dialect", pkgutil.resolve_name(path)()) for path in dialects)
@@ -103,7 +107,7 @@ class ProxyServer:
         session = Session(
             session_id=session_id,
             ledger=ledger,
-            engine=self._engine,
+            engine=self.fence,
             engine_session=engine_session,
             classify=classify,
             sampling=policy(self._config, sampling),
@@ -112,6 +116,7 @@ class ProxyServer:
             on_close=self._retire,
             max_turns=max_turns,
             volatile=volatile,
+            hold=self.fence.hold(session_id),
         )
         self._sessions[session.key] = session
         return session
@@ -122,14 +127,22 @@ class ProxyServer:
 
         The socket may live in another network namespace: what is accepted on it stays in that namespace.
         """
-        server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True, access_log=None)
-        runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN)
-        await runner.setup()
-        try:
-            await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        async with _served(self._answer, sock, self._request):
             yield
-        finally:
-            await runner.cleanup()
+
+    @asynccontextmanager
+    async def listen_control(self, sock: socket.socket, secret: str) -> AsyncGenerator[None]:
+        """Serve a trainer's orders to the fence (``control``), and nothing else, on a socket no sandbox can reach."""
+
+        async def obey(request: web.BaseRequest) -> web.StreamResponse:
+            offered = request.headers.get("Authorization", "")
+            status, body = await control.answer(
+                self.fence, secret, request.method, request.path, offered, await request.read()
+            )
+            return web.json_response(body, status=status)
+
+        async with _served(obey, sock, self._request):
+            yield
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         """aiohttp's request factory, with our body limit."""
@@ -138,6 +151,7 @@ class ProxyServer:
 
     def _retire(self, session: Session) -> None:
         """Let go of a closed session's records; its key stays known."""
+        self.fence.forget(session.session_id)
         if self._sessions.pop(session.key, None) is not None:
             self._closed[session.key] = None
             if len(self._closed) > REMEMBERED:
@@ -241,6 +255,18 @@ class ProxyServer:
             if not complete:
                 reset(request)
         return response, complete
+
+
+@asynccontextmanager
+async def _served(answer: Handler, sock: socket.socket, make_request: RequestFactory) -> AsyncGenerator[None]:
+    server = web.Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def credentials(request: web.BaseRequest) -> tuple[tuple[str, ...], str]:

@@ -37,6 +37,7 @@ from polar_env.config import ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
 from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError, boundary
+from polar_env.engine.fence import Hold
 from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
 from polar_env.proxy.limits import Limits
 from polar_env.proxy.steady import Steady
@@ -113,6 +114,7 @@ def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
 
 class Session:
     """One harness run as the proxy sees it. Made by ``ProxyServer.open``; ended by ``close``."""
+        hold: Hold | None = None,
 
     def __init__(
         self,
@@ -127,6 +129,8 @@ class Session:
         on_close: "Callable[[Session], None]" = lambda _: None,
         max_turns: int | None = None,
         volatile: Iterable[tuple[str, str, str]] = (),
+        self.hold = hold or Hold()
+        """Time this session lost at the fence: on top of every budget of time."""
     ) -> None:
         self.session_id = session_id
         self.key = secrets.token_urlsafe(24)
@@ -261,7 +265,10 @@ class Session:
         if self._clock is None and self._config.max_seconds is not None:
             self._clock = asyncio.get_running_loop().call_later(self._config.max_seconds, self._time_is_up)
 
-    def _time_is_up(self) -> None:
+    def _time_is_up(self, granted: float = 0.0) -> None:
+        if more := self.hold.owed(granted):
+            self._clock = asyncio.get_running_loop().call_later(more, self._time_is_up, granted + more)
+            return
         limit = TimeLimit(404, f"this session has used its {self._config.max_seconds:g} seconds; stop here")
         self._end(limit)
         for attempt in tuple(self._running):
