@@ -86,10 +86,12 @@ NeMo Gym, and the command line goes through the same two.
         sandbox.py           any NeMo Gym provider behind one handle
         root.py              the root filesystem as bubblewrap arguments
         trees.py             host folders shown copy-on-write, and their removal
+        spaces.py            its namespaces, held by descriptors: files outlive the agent
         netns.py             the proxy's listener inside the sandbox's own network namespace
         enter.py             the helper that joins a sandbox's namespaces
         process.py           runs that helper: bytes in, capped bytes out
-        cgroups.py           memory and processor limits
+        limits.py            how much of the machine it may use
+        cgroups.py           memory, processor and process limits, held by the kernel
         seccomp.py           the system-call filter
       tasks/                 a dataset row becomes a repository, an environment, an instruction
         rows.py              rows from parquet, JSONL, the hub, or our own

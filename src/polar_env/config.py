@@ -124,6 +124,10 @@ class BudgetConfig(Group):
     agent: float = 1800.0
     grade: float = 1800.0
     finalise: float = 120.0
+    pids: int = 4096
+    """Processes and threads of one sandbox."""
+    disk_mib: int = 4096
+    """MiB that may be written to each file system of a sandbox, and the longest file. 0: no limit."""
 
 
 class TrajectoryConfig(Group):

@@ -27,6 +27,7 @@ class Box:
     image: str = ""
     """For providers that run images (docker, apptainer); empty for bubblewrap."""
     memory_mib: int | None = None
+    """MiB for all its processes and the files they write to memory; ``None``: as configured, 0: no limit."""
     cpus: float | None = None
     network: bool = False
     """True shares the host's network: only for building environments, never for an agent or a grading."""
@@ -43,3 +44,5 @@ class ExecResult:
     stderr: bytes
     timed_out: bool
     seconds: float
+    out_of_memory: bool = False
+    """The kernel killed a process of the sandbox meanwhile, because it had used up its memory limit."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Network
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
@@ -15,10 +15,9 @@ from typing import Any
 
 from polar_env.errors import SandboxError, boundary
 from polar_env.sandbox import ExecResult, Overlay, cgroups, netns, process, root, seccomp, trees
+from polar_env.sandbox.limits import Limits
+from polar_env.sandbox.spaces import Joined, Spaces
 
-_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x02000000
-"""CLONE_NEWUSER, NEWNS, NEWPID, NEWIPC, NEWUTS, NEWCGROUP (linux/sched.h)."""
-_MOUNTS = 0x00020000  # CLONE_NEWNS
 FILE_TIMEOUT = 120.0
 """Seconds one file transfer may take."""
 OUTPUT_LIMIT = 16 * 1024 * 1024
@@ -33,6 +32,7 @@ class Layout:
     read_only: tuple[tuple[str, str], ...] = ()
     network: bool = False
     workdir: str = "/"
+    limits: Limits = Limits()  # noqa: RUF009 - frozen
 
 
 @dataclass(slots=True)
@@ -48,22 +48,28 @@ class Bubble:
     init: asyncio.subprocess.Process | None = None
     pidfd: int = -1
     pid: int = 0
+    spaces: Spaces | None = None
+    killed: bool = False
+    """Its processes were ended by ``kill``; its files are still there."""
     _serial: int = 0
     _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def flags(self) -> int:
-        return _NAMESPACES if self.layout.network else _NAMESPACES | netns.CLONE_NEWNET
+    def running(self) -> bool:
+        alive = self.init is not None and self.init.returncode is None
+        return self.spaces is not None and (alive or self.killed)
 
     @property
-    def running(self) -> bool:
-        return self.pidfd >= 0 and self.init is not None and self.init.returncode is None
-
-    def _spec(self, do: str, **more: Any) -> dict[str, Any]:
-        if not self.running:
+    def _spaces(self) -> Spaces:
+        if self.spaces is None or not self.running:
             raise SandboxError("the sandbox is closed, or its init has died")
-        common = {"do": do, "pidfd": self.pidfd, "flags": self.flags, "cgroups": self.groups.procs}
-        return {**common, **more}
+        return self.spaces
+
+    def _spec(self, do: str, spaces: Joined | None = None, **more: Any) -> dict[str, Any]:
+        """What the helper is told: by default to work among the agent's processes, alone once they were killed."""
+        place = spaces or (self._spaces.alone() if self.killed else self._spaces.alive())
+        inside = spaces is None and not self.killed
+        return {"do": do, "spaces": place, "cgroups": self.groups.procs if inside else (), **more}
 
     async def exec(
         self,
@@ -84,26 +90,30 @@ class Bubble:
             env={**self.env, **(env or {})},
             cwd=cwd or self.layout.workdir,
             filter=seccomp.program().hex(),
+            limits=self.layout.limits.rlimits(self.groups),
             mark=mark,
         )
-
-        async def stop() -> None:
-            await self._helper(self._spec("kill", mark=mark))
-
+        stop = () if self.killed else (lambda: self._kill_one(mark), self.kill)
+        before = self.groups.oom_kills()
         result = await process.run(spec, stdin=stdin, timeout=timeout, output_limit=output_limit, stop=stop)
         if result.code in (None, _KILLED) and not result.timed_out and await asyncio.to_thread(self._died):
             raise SandboxError("the sandbox died while a command ran in it: its init was killed")
-        return result
+        return replace(result, out_of_memory=self.groups.oom_kills() > before)
+
+    async def _kill_one(self, mark: int) -> None:
+        """Kill one exec's processes. An agent can shoot the helper or take the mark off: ``kill`` is what follows."""
+        with suppress(SandboxError, TimeoutError):
+            await asyncio.wait_for(self._helper(self._spec("kill", mark=mark)), process.STOP_GRACE)
 
     def _died(self) -> bool:
         """Waits a moment, because a pid namespace kills its members before its init is seen to be dead."""
-        return self.pidfd < 0 or trees.wait_pidfd(self.pidfd, 0.2)
+        return not self.killed and (self.pidfd < 0 or trees.wait_pidfd(self.pidfd, 0.2))
 
     async def _helper(self, spec: Mapping[str, Any], stdin: bytes | None = None, limit: int = 65536) -> bytes:
         async def stop() -> None:
             raise SandboxError(f"{spec['do']} took over {FILE_TIMEOUT:.0f} s in the sandbox")
 
-        result = await process.run(spec, stdin=stdin, timeout=FILE_TIMEOUT, output_limit=limit, stop=stop)
+        result = await process.run(spec, stdin=stdin, timeout=FILE_TIMEOUT, output_limit=limit, stop=(stop,))
         if result.code != 0:
             detail = result.stderr.decode("utf-8", "replace").strip() or f"ended with {result.code}"
             raise SandboxError(f"{spec['do']} {spec.get('path', '')} in the sandbox: {detail}")
@@ -119,59 +129,52 @@ class Bubble:
         return await self._helper(self._spec("read", path=self._absolute(path)), limit=1 << 40)
 
     async def kill(self) -> None:
-        """Kill every process but init; files stay. A helper that an agent managed to shoot is sent again."""
-        for attempt in range(3):
-            try:
-                await self._helper(self._spec("kill"))
-            except SandboxError:
-                if attempt == 2 or not self.running:
-                    raise
-            else:
-                return
+        """End every process of the sandbox, its init with them, so that nothing can resist; its files stay.
+
+        Commands of ours may follow: they find the files, a /tmp of their own, and no /proc.
+        """
+        if self._spaces and not self.killed:
+            self.killed = True
+            self._signal()
+            if not await asyncio.to_thread(trees.wait_pidfd, self.pidfd, FILE_TIMEOUT):
+                raise SandboxError("the sandbox's processes cannot be killed: the kernel holds one of them")
 
     async def seal(self) -> None:
-        """Take the host's device nodes from an agent that has root's uid outside; nothing to do for others."""
-        if os.geteuid() == 0:
-            spec = {**self._spec("seal", paths=root.DEVICES), "flags": _MOUNTS, "cgroups": ()}
-            await self._helper(spec)
+        """Bound the writable layer and close the root: what runs after the agent is the host's, read-only."""
+        quota = self.layout.limits.quota()
+        await self._helper(self._spec("seal", self._spaces.mounts(), paths=root.DEVICES, quota=quota))
 
     async def blackhole(self, networks: Sequence[str]) -> None:
         """Let connecting to these IPv4 networks time out. Raises SandboxError for a text that is no network."""
         with boundary(SandboxError, "reading Box.blackholes"):
             parsed = [IPv4Network(text) for text in networks]
-        namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            pairs = [(str(network.network_address), str(network.netmask)) for network in parsed]
-            spec = {**self._spec("blackhole", networks=pairs, netns=namespace), "flags": 0, "cgroups": ()}
-            await self._helper(spec)
-        finally:
-            os.close(namespace)
+        pairs = [(str(network.network_address), str(network.netmask)) for network in parsed]
+        await self._helper(self._spec("blackhole", self._spaces.routes(), networks=pairs))
 
     def listener(self, port: int) -> socket:
-        if self.layout.network:
+        spaces = self._spaces
+        if spaces.net is None:
             raise SandboxError("a sandbox on the host's network has no loopback of its own to listen on")
-        spec = self._spec("listen", port=port)
         try:
-            namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return netns.listen_at(namespace, port)
-            finally:
-                os.close(namespace)
+            return netns.listen_at(spaces.net, port)
         except PermissionError:
-            return _listen_by_helper(spec)
+            return _listen_by_helper(self._spec("listen", spaces.routes(), port=port))
         except OSError as error:
             raise SandboxError(f"cannot listen on port {port} inside the sandbox: {error.strerror}") from error
+
+    def _signal(self) -> None:
+        with suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            elif self.init is not None and self.init.returncode is None:
+                self.init.kill()
 
     def end(self) -> None:
         """Kill the whole process tree now; the kernel does it, so nothing can be cancelled in between."""
         if self.hold >= 0:
             os.close(self.hold)
             self.hold = -1
-        with suppress(ProcessLookupError):
-            if self.pidfd >= 0:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            elif self.init is not None and self.init.returncode is None:
-                self.init.kill()
+        self._signal()
 
     async def close(self) -> None:
         self.end()
@@ -184,6 +187,9 @@ class Bubble:
             if self.pidfd >= 0:
                 os.close(self.pidfd)
                 self.pidfd = -1
+            if self.spaces is not None:
+                self.spaces.close()
+                self.spaces = None
             await asyncio.to_thread(self.groups.remove)
             self.groups = cgroups.Cgroups()
             if self.scratch is not None:
@@ -197,7 +203,7 @@ def _listen_by_helper(spec: Mapping[str, Any]) -> socket:
     status, writer = os.pipe()
     with ExitStack() as stack, ours, theirs, os.fdopen(status, "rb") as answer:
         spec_fd = process.memory_file(stack, "spec", json.dumps({**spec, "channel": theirs.fileno()}).encode())
-        passed = (spec_fd, writer, spec["pidfd"], theirs.fileno())
+        passed = (spec_fd, writer, theirs.fileno(), *(space for space, _ in spec["spaces"]))
         try:
             subprocess.run(process.helper_argv(spec_fd, writer), pass_fds=passed, env=process.helper_env(), check=False)
         finally:

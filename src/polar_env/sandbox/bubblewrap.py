@@ -22,11 +22,17 @@ from nemo_gym.sandbox import SandboxCreateError, SandboxExecResult, SandboxHandl
 
 from polar_env.config import child_environment
 from polar_env.errors import SandboxError
-from polar_env.sandbox import Overlay, cgroups, process, root, seccomp, trees
+from polar_env.sandbox import Overlay, process, root, seccomp, trees
 from polar_env.sandbox.bubble import Bubble, Layout
+from polar_env.sandbox.limits import Limits
+from polar_env.sandbox.spaces import Spaces
 
-_INIT = "trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM; echo ready; read -r _"
-"""Ends at end-of-file on its standard input; bash reaps the orphans it inherits; signals from inside do nothing."""
+_INIT = "trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM; echo ready; while read -r -n 4096 _; do :; done"
+"""Ends at end-of-file on its standard input; bash reaps the orphans it inherits; signals from inside do nothing.
+
+It keeps one harmless capability (``_APART``): without it the agent, which has the same uid, may write to its memory and
+its standard input through /proc/1, and so end the sandbox, which would mask its rollout."""
+_APART = "CAP_WAKE_ALARM"
 
 
 class BubblewrapCreateError(SandboxError, SandboxCreateError):
@@ -56,19 +62,25 @@ def layout_of(spec: SandboxSpec) -> Layout:
     known: dict[str, Any] = dict(spec.provider_options)
     overlays = tuple(Overlay(Path(str(source)), str(target)) for source, target in known.pop("overlays", ()))
     read_only = tuple((str(source), str(target)) for source, target in known.pop("read_only", ()))
-    network = bool(known.pop("network", False))
+    network, pids = bool(known.pop("network", False)), known.pop("pids", None)
+    disk, automatic = known.pop("disk_mib", None), bool(known.pop("automatic", False))
     if known:
-        raise BubblewrapCreateError(f"unknown options {sorted(known)}; known: overlays, read_only, network")
+        names = "overlays, read_only, network, pids, disk_mib, automatic"
+        raise BubblewrapCreateError(f"unknown options {sorted(known)}; known: {names}")
     missing = [str(p) for p in (*(o.source for o in overlays), *(Path(s) for s, _ in read_only)) if not p.exists()]
     if missing:
         raise BubblewrapCreateError(f"host paths to mount do not exist: {', '.join(missing)}")
-    return Layout(overlays, read_only, network, spec.workdir or "/")
+    wanted = cast("Any", spec.resources)
+    disk = disk or (wanted.disk_gib or 0) * 1024 or None
+    limits = Limits(wanted.memory_mib, wanted.cpu, pids, disk, automatic)
+    return Layout(overlays, read_only, network, spec.workdir or "/", limits)
 
 
 @dataclass(slots=True)
 class BubblewrapProvider:
-    """NeMo Gym provider ``bubblewrap``. A spec's ``provider_options`` take ``overlays`` and ``read_only`` (lists of
-    (host path, sandbox path)) and ``network`` (bool); ``image`` is refused.
+    """NeMo Gym provider ``bubblewrap``; a spec's ``image`` is refused. Its ``provider_options`` take ``overlays`` and
+    ``read_only`` (lists of (host path, sandbox path)), ``network`` (bool), and ``pids``, ``disk_mib`` and ``automatic``
+    as in ``Limits``.
     """
 
     upper: Literal["memory", "disk"] = "memory"
@@ -95,8 +107,7 @@ class BubblewrapProvider:
                 return SandboxHandle(f"polar-{uuid4().hex[:12]}", self.name, bubble)
 
     async def _start(self, spec: SandboxSpec, layout: Layout, writes: str) -> Bubble:
-        resources = cast("Any", spec.resources)
-        groups = cgroups.limit(f"polar-{uuid4().hex[:12]}", resources.memory_mib, resources.cpu)
+        groups = layout.limits.groups(f"polar-{uuid4().hex[:12]}")
         scratch = None if writes == "memory" else await asyncio.to_thread(trees.make, self.scratch)
         bubble = Bubble({**root.ENVIRONMENT, **spec.env}, layout, groups, scratch)
         async with AsyncExitStack() as undo:
@@ -164,9 +175,11 @@ async def _launch(bubble: Bubble, bwrap: str, mounts: list[str]) -> None:
         stack.callback(os.close, stdin)
         info, info_writer = os.pipe()
         stack.callback(os.close, info)
-        network = bubble.layout.network
-        args = [*root.namespaces(network), "--clearenv", *root.root_args(etc, network), *mounts]
-        args += ["--dir", bubble.layout.workdir, "--chdir", "/", "--cap-drop", "ALL", "--info-fd", str(info_writer)]
+        layout, network = bubble.layout, bubble.layout.network
+        mounted = [*(overlay.target for overlay in layout.overlays), *(target for _, target in layout.read_only)]
+        args = [*root.namespaces(network), "--clearenv", *root.root_args(etc, network, layout.limits.disk_mib)]
+        args += [*mounts, *root.workdir_args(layout.workdir, mounted), "--chdir", "/", "--info-fd", str(info_writer)]
+        args += ["--cap-drop", "ALL", "--cap-add", _APART]
         passed = [file.fd for file in etc]
         if code := seccomp.program():
             passed.append(process.memory_file(stack, "seccomp", code))
@@ -203,6 +216,7 @@ async def _ready(bubble: Bubble, info: int) -> None:
         raise BubblewrapCreateError(f"bubblewrap could not make the sandbox: {words or 'no reason given'}{hint}")
     bubble.pid = int(json.loads(os.read(info, 65536))["child-pid"])
     bubble.pidfd = os.pidfd_open(bubble.pid)
+    bubble.spaces = Spaces.of(bubble.pid, bubble.layout.network)
     await bubble.seal()
 
 

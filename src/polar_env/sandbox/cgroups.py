@@ -19,10 +19,18 @@ class Cgroups:
     """The groups of one sandbox: processes are put in by writing to each of ``procs``."""
 
     folders: tuple[Path, ...] = ()
+    held: frozenset[str] = frozenset()
+    """Controllers that hold a limit: memory, cpu, pids."""
 
     @property
     def procs(self) -> tuple[str, ...]:
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
+
+    def oom_kills(self) -> int:
+        """How many of their processes the kernel killed because the memory limit was reached."""
+        texts = [_text(folder / name) for folder in self.folders for name in ("memory.oom_control", "memory.events")]
+        words = [line.split() for text in texts for line in text.splitlines()]
+        return sum(int(count) for name, count in words if name == "oom_kill")
 
     def remove(self) -> None:
         """Remove the groups; their processes must be dead."""
@@ -49,48 +57,84 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _settings(controller: str, unified: bool, memory_mib: int | None, cpus: float | None) -> dict[str, str]:
+def own_memory(root: Path = _ROOT, membership: str | None = None) -> int | None:
+    """MiB that our own control group allows us; ``None`` where there is no such limit."""
+    text = _text(Path("/proc/self/cgroup")) if membership is None else membership
+    found = _own(root, "memory", text)
+    folder = found[0] if found else Path()
+    limits = [_text(folder / name).strip() for name in ("memory.max", "memory.limit_in_bytes")] if found else []
+    return min((int(limit) // (1024 * 1024) for limit in limits if limit.isdigit()), default=None)
+
+
+def _settings(controller: str, unified: bool, value: float) -> dict[str, str]:
     if controller == "memory":
-        size = str((memory_mib or 0) * 1024 * 1024)
-        return {"memory.max": size, "memory.swap.max": "0"} if unified else {"memory.limit_in_bytes": size}
-    quota = str(int((cpus or 0) * _PERIOD))
+        size = str(int(value) * 1024 * 1024)
+        if unified:
+            return {"memory.max": size, "memory.swap.max": "0"}
+        return {"memory.limit_in_bytes": size, "memory.memsw.limit_in_bytes": size}
+    if controller == "pids":
+        return {"pids.max": str(int(value))}
+    quota = str(int(value * _PERIOD))
     if unified:
         return {"cpu.max": f"{quota} {_PERIOD}"}
     return {"cpu.cfs_period_us": str(_PERIOD), "cpu.cfs_quota_us": quota}
 
 
+_OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes")
+"""Kernels without swap accounting have no such files."""
+
+
 def _make(folder: Path, settings: dict[str, str]) -> None:
     folder.mkdir(exist_ok=True)
     for name, value in settings.items():
-        if name != "memory.swap.max" or (folder / name).exists():  # kernels without swap accounting have no such file
+        if name not in _OPTIONAL or (folder / name).exists():
             (folder / name).write_text(value, encoding="utf-8")
 
 
+def _hold(root: Path, membership: str, name: str, controller: str, value: float) -> Path:
+    """Our group ``name`` with this limit. Raises OSError where it cannot be made."""
+    found = _own(root, controller, membership)
+    if found is None:
+        raise FileNotFoundError(f"no {controller} controller is delegated to this process")
+    folder, unified = found[0] / name, found[1]
+    try:
+        _make(folder, _settings(controller, unified, value))
+    except OSError:
+        Cgroups((folder,)).remove()
+        raise
+    return folder
+
+
 def limit(
-    name: str, memory_mib: int | None, cpus: float | None, root: Path = _ROOT, membership: str | None = None
+    name: str,
+    memory_mib: int | None,
+    cpus: float | None,
+    root: Path = _ROOT,
+    membership: str | None = None,
+    *,
+    pids: int | None = None,
+    automatic: bool = False,
 ) -> Cgroups:
-    """Make groups called ``name`` under our own. ``None`` limits nothing and makes nothing.
+    """Make groups called ``name`` under our own. ``None`` limits nothing and makes nothing. The number of processes,
+    and with ``automatic`` the memory, are limited where that is possible: resource limits stand in elsewhere.
 
     Raises:
         SandboxError: when a limit was asked for and its control group cannot be made here.
     """
     text = _text(Path("/proc/self/cgroup")) if membership is None else membership
-    made: list[Path] = []
-    for controller, wanted in (("memory", memory_mib), ("cpu", cpus)):
-        if wanted is None:
+    made: dict[str, Path] = {}
+    wanted = {"memory": (memory_mib, not automatic), "cpu": (cpus, True), "pids": (pids, False)}
+    for controller, (value, must) in wanted.items():
+        if value is None:
             continue
         try:
-            found = _own(root, controller, text)
-            if found is None:
-                raise FileNotFoundError(f"no {controller} controller is delegated to this process")
-            folder, unified = found[0] / name, found[1]
-            if folder not in made:
-                made.append(folder)
-            _make(folder, _settings(controller, unified, memory_mib, cpus))
+            made[controller] = _hold(root, text, name, controller, value)
         except OSError as error:
-            Cgroups(tuple(made)).remove()
+            if not must:
+                continue
+            Cgroups(tuple(made.values())).remove()
             raise SandboxError(
                 f"cannot limit {controller} of a sandbox: {os.fspath(root)}: {error.strerror or error}. Leave "
                 "sandbox.memory_mib and sandbox.cpus unset, or run where control groups may be written."
             ) from error
-    return Cgroups(tuple(made))
+    return Cgroups(tuple(dict.fromkeys(made.values())), frozenset(made))

@@ -27,8 +27,11 @@ _SECCOMP_MODE_FILTER = 2
 _SEALED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2)
 """MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID (linux/mount.h)."""
 _LAST_CAPABILITY = 63
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_NS_GET_USERNS, _SIOCADDRT, _RTF_UP = 0xB701, 0x890B, 1  # linux/nsfs.h, linux/sockios.h, linux/route.h
+_PRIVATE, _SCRATCH = ctypes.c_ulong(0x4000 | 0x40000), ctypes.c_ulong(0x2 | 0x4)
+"""MS_REC | MS_PRIVATE, and MS_NOSUID | MS_NODEV (linux/mount.h)."""
+_ROOT, _SIZED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2 | 0x4), ctypes.c_ulong(0x20 | 0x2 | 0x4)
+"""A read-only bind of a mount without devices, and new options for a whole filesystem."""
+_SIOCADDRT, _RTF_UP = 0x890B, 1  # linux/sockios.h, linux/route.h
 _OOM_SCORE = b"500"
 """When the machine runs out of memory the kernel takes an agent's process before a trainer's."""
 MARK = 10
@@ -43,15 +46,34 @@ def _prctl(option: int, *values: int | ctypes.c_void_p) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
-def enter(pidfd: int, flags: int) -> None:
-    """Join the namespaces ``flags`` names of the process behind ``pidfd``; a pid namespace holds for children only."""
+def enter(spaces: list[list[int]]) -> None:
+    """Join namespaces, each (descriptor, CLONE_ flag), in this order; descriptor -1 makes new ones of these kinds.
+
+    A pid namespace holds for children only. Afterwards no module can be imported: what lies at our library's paths in
+    there may be the agent's.
+    """
     os.get_exec_path({"PATH": ""})  # imports what execvpe needs while our library is still in sight
+    sys.path.clear()
     _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     if os.geteuid() == 0:
         os.setgroups([])
-    if _libc.setns(pidfd, flags):
-        code = ctypes.get_errno()
-        raise OSError(code, f"setns: {os.strerror(code)}")
+    for space, kind in spaces:
+        if _libc.setns(space, kind) if space >= 0 else _libc.unshare(kind):
+            code = ctypes.get_errno()
+            raise OSError(code, f"setns: {os.strerror(code)}")
+        if space < 0:
+            _own_scratch()
+
+
+def _own_scratch() -> None:
+    """A /tmp of our own: the sandbox's may be full, or hold what the agent left there for us."""
+    _mount("none", "/", "", _PRIVATE, "")
+    _mount("tmpfs", "/tmp", "tmpfs", _SCRATCH, "mode=1777")  # noqa: S108 - the sandbox's, in a mount namespace of ours
+
+
+def _mount(source: str, target: str, kind: str, flags: ctypes.c_ulong, options: str) -> None:
+    if _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()):
+        raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
 def restrict(filter_hex: str) -> None:
@@ -160,23 +182,20 @@ def listen(spec: dict[str, Any]) -> int:
 
 
 def seal(spec: dict[str, Any]) -> int:
-    """Make single mounts read-only, keeping devices usable: bubblewrap's own --remount-ro would add nodev.
+    """Bound what the sandbox may write and make single mounts read-only, keeping devices usable (bubblewrap's own
+    --remount-ro would add nodev). Its root and the upper layers of its overlays are one tmpfs, sized here.
 
-    Only root needs and may do it: the agent then owns the host's /dev/null, and could change its mode.
+    The device nodes are sealed because root owns the host's /dev/null, and its agent could change the mode.
     """
+    _mount("none", "/", "", _SIZED, spec["quota"])
+    _mount("none", "/", "", _ROOT, "")
     for path in spec["paths"]:
-        if _libc.mount(None, path.encode(), None, _SEALED, None):
-            raise OSError(ctypes.get_errno(), f"remount {path}")
+        _mount("none", path, "", _SEALED, "")
     return 0
 
 
 def blackhole(spec: dict[str, Any]) -> int:
     """Route IPv4 networks to the loopback interface, where nobody answers. The namespace's owner may do that."""
-    namespace = spec["netns"]
-    owner = fcntl.ioctl(namespace, _NS_GET_USERNS)
-    for fd, kind in ((owner, _CLONE_NEWUSER), (namespace, _CLONE_NEWNET)):
-        if _libc.setns(fd, kind):
-            raise OSError(ctypes.get_errno(), "setns")
     device = ctypes.create_string_buffer(b"lo")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for network, mask in spec["networks"]:
@@ -198,9 +217,10 @@ def _child(spec: dict[str, Any], groups: list[int]) -> int:
     for group in groups:
         os.write(group, b"0")
     os.setsid()
-    if mark := spec.get("mark") if spec["do"] == "exec" else None:
-        resource.setrlimit(MARK, (mark, mark))
+    if spec["do"] == "exec":
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file in the repository would be part of the patch
+        for kind, value in [*spec["limits"], *([[MARK, spec["mark"]]] if spec["mark"] else [])]:
+            resource.setrlimit(kind, (value, value))
     try:
         return _THINGS[spec["do"]](spec)
     except OSError as error:
@@ -214,8 +234,7 @@ def _inside(spec: dict[str, Any]) -> int:
     if spec["do"] == "exec":
         with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:  # noqa: PTH123
             score.write(_OOM_SCORE)
-    if spec["flags"]:
-        enter(spec["pidfd"], spec["flags"])
+    enter(spec["spaces"])
     if spec["do"] in _WITHOUT_FORK:
         return _WITHOUT_FORK[spec["do"]](spec)
     child = os.fork()
@@ -234,7 +253,8 @@ def main(spec_fd: int, status_fd: int) -> None:
         spec = cast("dict[str, Any]", json.load(file))
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(status_fd, False)
-    os.set_inheritable(spec["pidfd"], False)
+    for space in (space for space, _ in spec["spaces"] if space >= 0):
+        os.set_inheritable(space, False)
     try:
         answer: dict[str, Any] = {"code": _inside(spec)}
     except OSError as error:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from polar_env.sandbox import ExecResult
 _HELPER = Path(__file__).with_name("enter.py")
 DRAIN_GRACE = 0.5
 """Seconds that output still counts after the command ended: a background child may hold the pipe for ever."""
+
+STOP_GRACE = 5.0
+"""Seconds a command may take to be gone after it was killed."""
 
 
 class _Drain:
@@ -106,7 +109,7 @@ async def _spawn(stack: ExitStack, spec: Mapping[str, Any], stdin: bytes | None,
             stdin=stdin_fd,
             stdout=out,
             stderr=err,
-            pass_fds=(spec_fd, status, spec["pidfd"], *([spec["netns"]] if "netns" in spec else [])),
+            pass_fds=(spec_fd, status, *(space for space, _ in spec["spaces"] if space >= 0)),
             env=helper_env(),
             start_new_session=True,
         )
@@ -125,16 +128,24 @@ def _answer(status: bytes) -> int | None:
     return int(answer["code"])
 
 
+async def _stop(ways: Sequence[Callable[[], Awaitable[None]]], process: Any, status: _Drain) -> None:
+    for way in ways:
+        await way()
+        if (await asyncio.wait((status.ended,), timeout=STOP_GRACE))[0]:
+            return
+    process.kill()
+
+
 async def run(
     spec: Mapping[str, Any],
     *,
     stdin: bytes | None,
     timeout: float,  # noqa: ASYNC109 - a budget that yields a result (timed_out), not an exception
     output_limit: int,
-    stop: Callable[[], Awaitable[None]],
+    stop: Sequence[Callable[[], Awaitable[None]]],
 ) -> ExecResult:
-    """Run the helper to its end. At ``timeout`` seconds ``stop`` must end what it started; then what was printed is
-    returned with ``code`` None.
+    """Run the helper to its end. At ``timeout`` seconds it is ended by ``stop``, each harder than the one before, at
+    last by killing the helper; then what was printed is returned with ``code`` None.
 
     Raises:
         SandboxError: when the sandbox could not be entered.
@@ -150,8 +161,7 @@ async def run(
                 await asyncio.wait_for(asyncio.shield(status.ended), timeout)
             except TimeoutError:
                 timed_out = True
-                await stop()
-                await asyncio.wait_for(asyncio.shield(status.ended), 10.0)
+                await _stop(stop, process, status)
             await process.wait()
         finally:
             if process.returncode is None:

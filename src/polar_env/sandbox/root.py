@@ -1,7 +1,7 @@
 """The sandbox's root filesystem as bubblewrap arguments: the host's /usr, an /etc of our own, no data."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,14 @@ _ETC = {
 _FROM_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf",
               "ca-certificates", "ca-certificates.conf", "pki/tls/certs", "pki/ca-trust/extracted", "protocols",
               "services", "mime.types")  # fmt: skip
+_PACKAGES = ("lib*/python*/dist-packages", "lib*/python*/site-packages", "lib*/pypy*/dist-packages",
+             "share/python-wheels", "src")  # fmt: skip
 # In a user namespace our own uid stays the owner of the kernel's files: what root could write or read is covered.
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "mtrr")
 _PROC_HIDDEN = ("kcore", "keys", "key-users", "kmsg", "timer_list", "sched_debug", "config.gz", "kallsyms", "iomem",
                 "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "pagetypeinfo", "cmdline",
-                "vmallocinfo")  # fmt: skip
+                "vmallocinfo", "partitions", "diskstats", "swaps", "modules", "interrupts", "softirqs", "buddyinfo",
+                "zoneinfo", "schedstat", "latency_stats", "mdstat", "fb", "kpageidle")  # fmt: skip
 _PROC_EMPTY = ("acpi", "scsi", "asound", "dynamic_debug")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 """The host's device nodes that a sandbox shows."""
@@ -75,9 +78,18 @@ def namespaces(network: bool) -> list[str]:
             "--die-with-parent", "--new-session", "--as-pid-1"]  # fmt: skip
 
 
+def _hidden() -> list[str]:
+    """Directories of /usr that are the host's own business: what was installed there by hand, and Python packages (a
+    library an agent is to fix may lie among them, fixed; pip carries a copy of requests). The interpreter stays."""
+    packages = [path for pattern in _PACKAGES for path in sorted(Path("/usr").glob(pattern)) if not path.is_symlink()]
+    return ["/usr/local", *(os.fspath(path) for path in packages if path.is_dir())]
+
+
 def _top() -> list[str]:
     """/usr and the top-level links into it, laid out as the host's; /usr/local is the host's own business."""
-    args = ["--ro-bind", "/usr", "/usr", "--tmpfs", "/usr/local"]
+    args = ["--ro-bind", "/usr", "/usr"]
+    for hidden in _hidden():
+        args += ["--tmpfs", hidden, "--remount-ro", hidden]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
@@ -100,13 +112,23 @@ def _kernel() -> list[str]:
     return args
 
 
-def root_args(etc: tuple[MemFile, ...], network: bool) -> list[str]:
-    """Everything but the box's own mounts."""
-    args = [*_top(), *_kernel(), "--perms", "1777", "--tmpfs", "/tmp", "--dir", HOME]  # noqa: S108 - the sandbox's own
-    args += ["--perms", "1777", "--dir", "/var/tmp", "--dir", "/run", "--dir", "/etc"]  # noqa: S108
+def root_args(etc: tuple[MemFile, ...], network: bool, disk_mib: int | None) -> list[str]:
+    """Everything but the box's own mounts. Of it /tmp, HOME, /run and /dev/shm can be written (``Bubble.seal`` closes
+    the rest once the box's mount points are made), each up to ``disk_mib``."""
+    size = ["--size", str(disk_mib * 1024 * 1024)] if disk_mib else []
+    args = [*_top(), *_kernel(), "--remount-ro", "/dev", "--perms", "1777", *size, "--tmpfs", "/dev/shm"]  # noqa: S108
+    args += ["--perms", "1777", *size, "--tmpfs", "/tmp", *size, "--tmpfs", HOME, *size, "--tmpfs", "/run"]  # noqa: S108 - the sandbox's own
+    args += ["--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--dir", "/etc"]  # noqa: S108
     for file in etc:
         args += ["--perms", "0644", "--file", str(file.fd), file.target]
     names = (*_FROM_HOST, "resolv.conf", "hosts") if network else _FROM_HOST
     for name in names:
         args += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     return args
+
+
+def workdir_args(workdir: str, mounted: Iterable[str]) -> list[str]:
+    """A working directory that none of the box's mounts holds is an empty one that can be written."""
+    own = (*mounted, "/tmp", HOME, "/run", "/dev/shm")  # noqa: S108
+    held = workdir == "/" or any(f"{workdir}/".startswith(f"{at.rstrip('/')}/") for at in own)
+    return ["--dir", workdir] if held else ["--tmpfs", workdir]

@@ -23,7 +23,7 @@ from nemo_gym.sandbox import SandboxHandle, SandboxProvider, SandboxResources, S
 
 from polar_env.config import SandboxConfig, child_environment
 from polar_env.errors import SandboxError, boundary
-from polar_env.sandbox import Box, ExecResult, netns
+from polar_env.sandbox import Box, ExecResult, limits, netns
 from polar_env.sandbox.bubble import OUTPUT_LIMIT
 from polar_env.sandbox.bubblewrap import BubblewrapProvider, bubble_of
 
@@ -99,21 +99,23 @@ def _options(box: Box, config: SandboxConfig) -> dict[str, Any]:
     """Provider options; docker gets no network unless the box or the configuration says otherwise."""
     options = dict(config.provider_options)
     if config.provider == "docker" and not box.network:
-        options["create"] = {"network": "none", **dict(options.get("create") or {})}
+        options["create"] = {"network": "none", "pids_limit": config.pids, **dict(options.get("create") or {})}
     return options
 
 
 def _spec(box: Box, config: SandboxConfig) -> SandboxSpec:
-    limits = SandboxResources(
-        cpu=box.cpus if box.cpus is not None else config.cpus,
-        memory_mib=box.memory_mib if box.memory_mib is not None else config.memory_mib,
-    )
-    common: dict[str, Any] = {"workdir": box.workdir, "env": dict(box.env), "resources": limits}
+    asked = box.memory_mib if box.memory_mib is not None else config.memory_mib
+    memory = limits.fair_memory() if asked is None else asked or None
+    allowed = SandboxResources(cpu=box.cpus if box.cpus is not None else config.cpus, memory_mib=memory)
+    common: dict[str, Any] = {"workdir": box.workdir, "env": dict(box.env), "resources": allowed}
     if config.provider == "bubblewrap":
         shown: dict[str, Any] = {
             "overlays": [(os.fspath(o.source), o.target) for o in box.overlays],
             "read_only": [(os.fspath(source), target) for source, target in box.read_only],
             "network": box.network,
+            "pids": config.pids,
+            "disk_mib": config.disk_mib or None,
+            "automatic": asked is None,
         }
         return SandboxSpec(image=box.image or None, provider_options=shown, **common)
     if box.overlays:

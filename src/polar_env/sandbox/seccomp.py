@@ -7,6 +7,7 @@ coding task needs. It is a second wall: namespaces and dropped capabilities are 
 import errno
 import platform
 import struct
+from collections.abc import Iterable
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K (linux/bpf_common.h)."""
@@ -14,39 +15,81 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # SECCOMP_RET_*
 _X32_BIT = 0x40000000  # x86-64 numbers with this bit are the x32 ABI: a second name for every call
 
 _REFUSED_X86_64 = {
-    "ptrace": 101, "pivot_root": 155, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
-    "init_module": 175, "delete_module": 176, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
-    "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308,
-    "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313, "kexec_file_load": 320, "bpf": 321,
-    "userfaultfd": 323, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
-    "mount_setattr": 442,
+    "ptrace": 101, "syslog": 103, "vhangup": 153, "pivot_root": 155, "acct": 163, "mount": 165, "umount2": 166,
+    "swapon": 167, "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176,
+    "quotactl": 179, "lookup_dcookie": 212, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+    "unshare": 272, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304,
+    "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443,
 }  # fmt: skip
 _REFUSED_AARCH64 = {
-    "umount2": 39, "mount": 40, "pivot_root": 41, "unshare": 97, "kexec_load": 104, "init_module": 105,
-    "delete_module": 106, "ptrace": 117, "reboot": 142, "add_key": 217, "request_key": 218, "keyctl": 219,
-    "swapon": 224, "swapoff": 225, "perf_event_open": 241, "name_to_handle_at": 264, "open_by_handle_at": 265,
-    "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273, "bpf": 280,
-    "userfaultfd": 282, "kexec_file_load": 294, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431,
-    "fsmount": 432, "mount_setattr": 442,
+    "lookup_dcookie": 18, "umount2": 39, "mount": 40, "pivot_root": 41, "vhangup": 58, "quotactl": 60, "acct": 89,
+    "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "syslog": 116, "ptrace": 117,
+    "reboot": 142, "add_key": 217, "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225,
+    "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268,
+    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "bpf": 280,
+    "userfaultfd": 282, "kexec_file_load": 294, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443,
 }  # fmt: skip
-_TABLES = {"x86_64": (0xC000003E, _REFUSED_X86_64), "aarch64": (0xC00000B7, _REFUSED_AARCH64)}  # AUDIT_ARCH_*
+_TABLES = {
+    "x86_64": (0xC000003E, _REFUSED_X86_64, 41, 302),
+    "aarch64": (0xC00000B7, _REFUSED_AARCH64, 198, 261),
+}
+"""AUDIT_ARCH_, the refused calls, and the numbers of socket and prlimit64."""
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6: what a program that works on files and talks to its model needs. Every other family is a
+way out of the network namespace (vsock reaches the hypervisor) or a rarely used part of the kernel (packet, alg)."""
+_NETLINK, _NETLINK_ROUTE = 16, 0
+"""getifaddrs and getaddrinfo list the interfaces through this protocol; of netlink it is all there is."""
+_NUMBER, _ARCH, _FIRST, _THIRD = 0, 4, 16, 32
+"""Offsets in struct seccomp_data: the call's number, its ABI, the low words of two arguments (little-endian)."""
+
+_Op = tuple[int, int, str, str]
+"""Code, value, and where to go if it holds and if not; an empty label is the next operation."""
 
 
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, if_true, if_false, value)
+def _listing(arch: int, refused: Iterable[int], socket: int, prlimit: int) -> list[tuple[str, _Op]]:
+    """(label, operation) of the whole program."""
+    equal = _JUMP_EQUAL
+    return [
+        ("", (_LOAD_WORD, _ARCH, "", "")),
+        ("", (equal, arch, "", "kill")),
+        ("", (_LOAD_WORD, _NUMBER, "", "")),
+        ("", (_JUMP_AT_LEAST, _X32_BIT, "refuse", "")),
+        *(("", (equal, number, "refuse", "")) for number in sorted(refused)),
+        ("", (equal, socket, "socket", "")),
+        ("", (equal, prlimit, "prlimit", "allow")),
+        ("prlimit", (_LOAD_WORD, _FIRST, "", "")),  # of another process: limits are how its init could be ended
+        ("", (equal, 0, "allow", "refuse")),
+        ("socket", (_LOAD_WORD, _FIRST, "", "")),
+        *(("", (equal, family, "allow", "")) for family in _FAMILIES),
+        ("", (equal, _NETLINK, "", "no family")),
+        ("", (_LOAD_WORD, _THIRD, "", "")),
+        ("", (equal, _NETLINK_ROUTE, "allow", "no family")),
+        ("no family", (_RETURN, _ERRNO | errno.EAFNOSUPPORT, "", "")),
+        ("allow", (_RETURN, _ALLOW, "", "")),
+        ("refuse", (_RETURN, _ERRNO | errno.EPERM, "", "")),
+        ("kill", (_RETURN, _KILL, "", "")),
+    ]
 
 
 def program(machine: str | None = None) -> bytes:
     """``struct sock_filter[]`` for this machine; empty where we have no system-call table (no filter is loaded).
 
-    Layout: a foreign ABI kills the process; x32 numbers and refused calls give EPERM; everything else is allowed.
+    A foreign ABI kills the process; x32 numbers, refused calls and the limits of other processes give EPERM; sockets of
+    families nobody needs do not exist; everything else is allowed.
     """
     table = _TABLES.get(machine or platform.machine())
     if table is None:
         return b""
-    arch, calls = table
-    refused = sorted(calls.values())
-    ops = [_op(_LOAD_WORD, 4), _op(_JUMP_EQUAL, arch, 1), _op(_RETURN, _KILL), _op(_LOAD_WORD, 0)]
-    ops.append(_op(_JUMP_AT_LEAST, _X32_BIT, len(refused) + 1))
-    ops += [_op(_JUMP_EQUAL, number, len(refused) - at) for at, number in enumerate(refused)]
-    return b"".join([*ops, _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)])
+    arch, calls, socket, prlimit = table
+    listing = _listing(arch, calls.values(), socket, prlimit)
+    places = {label: at for at, (label, _) in enumerate(listing) if label}
+    ops: list[bytes] = []
+    for at, (_, (code, value, yes, no)) in enumerate(listing):
+        jumps = [places[label] - at - 1 if label else 0 for label in (yes, no)]
+        ops.append(struct.pack("=HBBI", code, *jumps, value))
+    return b"".join(ops)
