@@ -32,18 +32,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from polar_env.capture import Ledger, judge
+from polar_env.capture import Ledger
 from polar_env.config import ProxyConfig
+from polar_env.continuation import History
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
-from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError, boundary
 from polar_env.engine.fence import Hold
+from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError, boundary
+from polar_env.proxy.ask import Ask
 from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
 from polar_env.proxy.limits import Limits
 from polar_env.proxy.steady import Steady
+from polar_env.proxy.threads import Threads
 from polar_env.types import (
     CallKind,
-    CallRecord,
     Delta,
     EngineReply,
     Hole,
@@ -89,22 +91,6 @@ class Counts:
     """Request fields nobody understood, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request as the session needs it: decoded, classified, timed."""
-
-    request: ModelRequest
-    kind: CallKind
-    thread: str
-    digest: str
-    started: float
-
-    @property
-    def turn(self) -> bool:
-        """A call of the agent itself, on its main thread."""
-        return self.kind is CallKind.AGENT and not self.thread
-
-
 def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
     """What is sampled with, whatever the harness asks: the session's own policy, never above the proxy's cap."""
     if sampling is None:
@@ -114,7 +100,6 @@ def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
 
 class Session:
     """One harness run as the proxy sees it. Made by ``ProxyServer.open``; ended by ``close``."""
-        hold: Hold | None = None,
 
     def __init__(
         self,
@@ -129,8 +114,7 @@ class Session:
         on_close: "Callable[[Session], None]" = lambda _: None,
         max_turns: int | None = None,
         volatile: Iterable[tuple[str, str, str]] = (),
-        self.hold = hold or Hold()
-        """Time this session lost at the fence: on top of every budget of time."""
+        hold: Hold | None = None,
     ) -> None:
         self.session_id = session_id
         self.key = secrets.token_urlsafe(24)
@@ -145,6 +129,8 @@ class Session:
         """Set when the session is over for the harness, which may not know: kill it."""
         self.closed = False
         self.commit_wait = COMMIT_WAIT
+        self.hold = hold or Hold()
+        """Time this session lost at the fence: on top of every budget of time."""
         self.limits = Limits(config, max_turns)
         self.steady = Steady(volatile) if config.steady_prompts else None
         self._ledger = ledger
@@ -154,6 +140,8 @@ class Session:
         self._spawn = spawn
         self._on_close = on_close
         self._latest: dict[str, Attempt] = {}
+        self._threads = Threads()
+        self._history = History()
         self._running: set[Attempt] = set()
         self._clock: asyncio.TimerHandle | None = None
         self._arrivals = 0
@@ -188,6 +176,10 @@ class Session:
         Raises Refusal: closed (410), over (404, 503), too many at once (429).
         """
         kind, thread = self._classify(headers, body)
+        if kind is CallKind.SUB_AGENT:
+            thread = self._threads.place(
+                thread, request.messages, lambda name: retry_key(request.wire, name, body), self._latest
+            )
         key = retry_key(request.wire, thread, body)
         earlier = self._latest.get(key)
         if self.closed:
@@ -198,7 +190,9 @@ class Session:
         if earlier is not None and earlier.committed and not earlier.delivered:
             self.usage.replayed += 1
             return earlier
-        ask = Ask(self._shown(request), kind, thread, hashlib.sha256(raw).hexdigest(), time.time())
+        shown = self.steady(request) if self.steady is not None else request
+        digest = hashlib.sha256(raw).hexdigest()
+        ask = Ask(shown, kind, thread, digest, time.time(), self._history.place(shown))
         self._admit(ask, earlier)
         if earlier is not None and isinstance(earlier.error, EngineOverflow | EngineRefused):
             self.limits.repeated()
@@ -244,10 +238,6 @@ class Session:
     def _lose(self, attempt: Attempt, error: CaptureError) -> None:
         self._lost = self._lost or error
         self._ledger.mark_incomplete(Hole(HoleKind.LOST_RECORD, attempt.call_id, str(error)))
-
-    def _shown(self, request: ModelRequest) -> ModelRequest:
-        """The request as the engine is to see it."""
-        return self.steady(request) if self.steady is not None else request
 
     def _admit(self, ask: Ask, earlier: Attempt | None) -> None:
         """Raises Refusal when this call may not start."""
@@ -297,8 +287,9 @@ class Session:
 
     async def _run(self, attempt: Attempt, ask: Ask, earlier: Attempt | None) -> None:
         try:
-            reply = await self._sample(attempt, ask.request)
+            reply = await self._sample(attempt, ask.place.carried(ask.request, self._ledger.ids))
             attempt.reply(reply.turn)
+            self._threads.answered(ask.thread, reply.turn)
             self.limits.sampled(reply.turn.usage)
             await self._commit(attempt, ask, reply)
             self._replace(earlier, attempt)
@@ -328,40 +319,19 @@ class Session:
         """Record first, then let the reply go. A lost record is a hole of the session, never a lost answer."""
         try:
             with boundary(CaptureError, f"recording {attempt.call_id}"):
-                await self._ledger.append(self._record(attempt, ask, reply), ask.request)
+                record = ask.record(self.session_id, attempt.call_id, attempt.index, self.sampling, reply)
+                await self._ledger.append(record, ask.request)
         except CaptureError as error:
             self._lose(attempt, error)
             attempt.commit(recorded=False)
         else:
             self.calls += 1
             self.usage.undelivered += 1
+            if not record.holes:
+                self._history.add(ask.place, attempt.call_id, attempt.index, reply.turn)
             attempt.commit(recorded=True)
         if attempt.index >= self._failed_before:
             self._failures, self._trouble = 0, None
-
-    def _record(self, attempt: Attempt, ask: Ask, reply: EngineReply) -> CallRecord:
-        return CallRecord(
-            call_id=attempt.call_id,
-            session_id=self.session_id,
-            index=attempt.index,
-            kind=ask.kind,
-            wire=ask.request.wire,
-            thread=ask.thread,
-            body_digest=ask.digest,
-            turn=reply.turn,
-            prompt_ids=reply.prompt_ids,
-            sampled_ids=reply.sampled_ids,
-            log_probs=reply.log_probs,
-            policy_version=reply.policy_version,
-            sampling=self.sampling,
-            asked=ask.request.asked,
-            message_count=len(ask.request.messages),
-            started=ask.started,
-            ended=time.time(),
-            holes=judge(attempt.call_id, reply),
-            ignored=ask.request.ignored,
-            replaced=ask.request.replaced,
-        )
 
     def _replace(self, earlier: Attempt | None, attempt: Attempt) -> None:
         """The harness had ``earlier`` in full and asked again: it threw that answer away."""
