@@ -53,7 +53,7 @@ CHAIN: dict[tuple[int, ...], dict[int, float]] = {
     (151658,): {END: 0.0, 151657: -2.0},
 }
 """Tokens -> the ones that may follow them, with log-odds between those."""
-FIRST, STATE, HABIT = 8, 6.0, 4.0
+FIRST, STATE, HABIT = 8, 6.0, 5.5
 """The first of one channel per entry of CHAIN, what its tokens put there, and the output weight of their followers."""
 
 

@@ -58,7 +58,7 @@ class VllmEngine:
         found = [await self._check_replica(base) for base in self._replicas.bases]
         if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
             raise EngineError(f"the replicas serve different models: {[facts.model for facts in found]}")
-        return found[0]
+        return replace(found[0], notes=tuple(dict.fromkeys(note for facts in found for note in facts.notes)))
 
     async def generate(
         self, request: ModelRequest, sampling: Sampling, session: Session
@@ -202,7 +202,7 @@ class VllmEngine:
             self._tokens.forget(base)
             if self._config.splice == "on":
                 raise EngineError(f"{base} cannot splice ({error}); {_SPLICE_REMEDY}") from error
-            return f"prompts are rendered whole, as this server cannot splice ({error}); {_SPLICE_REMEDY}"
+            return f"{base} cannot splice, so its prompts are rendered whole ({error}); {_SPLICE_REMEDY}"
         return "a continued prompt begins with the exact ids of the call it carries on (splice)"
 
     async def _try_splice(self, base: str, plain: EngineReply) -> None:
