@@ -44,7 +44,7 @@ class Group(BaseModel):
 class EngineConfig(Group):
     """conf/engine: the model behind the proxy."""
 
-    kind: Literal["vllm", "scripted"] = "vllm"
+    kind: Literal["vllm", "nemo_rl", "sglang", "text", "scripted"] = "vllm"
     base_urls: tuple[str, ...] = ()
     """Engine replicas, each with its ``/v1``; a session stays on one (rendezvous hash)."""
     model: str = ""
@@ -58,10 +58,17 @@ class EngineConfig(Group):
     connect_timeout: float = 10.0
     idle_timeout: float = 600.0
     """No byte from the engine for this long: it is down."""
+    policy_version: str = ""
+    """Which weights sample, for servers that do not tell (``nemo_rl``); what a trainer declares at run time outranks
+    it. Empty: unknown, and said so."""
+    check_temperature: float = 1.0
+    check_top_p: float = 1.0
+    """``nemo_rl``: the sampling of the start-up check, which must be the recipe's; the server refuses any other."""
     tokenizer: Path | None = None
-    """Scripted engine: directory with tokenizer.json and tokenizer_config.json."""
+    """Directory with tokenizer.json and tokenizer_config.json: the scripted engine's own, and the served model's for
+    ``sglang``, which splices with it."""
     max_model_len: int = 131072
-    """Scripted engine: its context window in tokens."""
+    """Context window in tokens: of the scripted engine, and of a server that does not tell."""
     scripts: tuple[str, ...] = ("fix", "fix", "give_up", "half")
     """Scripted engine: the script of rollout i of a group is ``scripts[i % len]``."""
 

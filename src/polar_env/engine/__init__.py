@@ -11,6 +11,7 @@ from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 
 ENGINES: dict[str, str] = {
     "vllm": "polar_env.engine.vllm:VllmEngine",
+    "nemo_rl": "polar_env.engine.nemo_rl:NemoRlEngine",
     "scripted": "polar_env.engine.scripted:ScriptedEngine",
 }
 """Engine kind (config ``engine.kind``) -> dotted path of a class built as ``cls(config: EngineConfig)``."""

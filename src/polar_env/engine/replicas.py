@@ -26,6 +26,10 @@ _LARGE = 1 << 18
 """Bytes of JSON from which parsing leaves the event loop (the prompt ids of a long session)."""
 
 
+class ServerFailed(EngineError):  # noqa: N818 - what it did
+    """The server answered with a 5xx: it broke on this request, or for good."""
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A request that a replica took, and what was asked of that replica before (``""``: nothing, or no answer)."""
@@ -192,7 +196,8 @@ async def accept(where: str, response: aiohttp.ClientResponse) -> None:
         raise EngineRefused(f"the engine answered {response.status}: {told}")
     if response.status in (429, 503):
         raise EngineBusy(f"{where} is busy: {told}", _seconds(response.headers.get("Retry-After", "")))
-    raise EngineError(f"{where} answered {response.status}: {told}; {_REMEDIES.get(response.status, _LOOK)}")
+    kind = ServerFailed if response.status >= 500 else EngineError
+    raise kind(f"{where} answered {response.status}: {told}; {_REMEDIES.get(response.status, _LOOK)}")
 
 
 _REQUESTS_FAULT = (400, 413, 415, 422)
@@ -216,6 +221,14 @@ async def parsed(raw: bytes | str) -> object:
         return await asyncio.to_thread(json.loads, raw) if len(raw) > _LARGE else json.loads(raw)
     except ValueError as error:
         raise EngineError(f"the engine sent something that is not JSON ({error}); is a proxy in between?") from error
+
+
+async def whole(at: Accepted) -> object:
+    """The JSON body of an answer that is not streamed. Raises EngineError."""
+    try:
+        return await parsed(await at.response.read())
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise broken(at.base, error) from error
 
 
 async def chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[object, None]:
