@@ -125,7 +125,8 @@ class SandboxConfig(Group):
 
 
 class BudgetConfig(Group):
-    """conf/budget: separate wall-clock budgets; queueing is free and finalise always runs."""
+    """conf/budget: separate wall-clock budgets; queueing is free, so is the time that calls are held for a change of
+    weights, and finalise always runs."""
 
     start: float = 600.0
     agent: float = 1800.0

@@ -42,6 +42,9 @@ from polar_env.types import (
     Verdict,
 )
 
+HELD_AT_MOST = 86_400.0
+"""Seconds by which waiting for changes of weights may lengthen an agent's budget: the sandbox itself ends it then."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutJob:
@@ -160,6 +163,8 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
             await _live(job, harness, session, proxy, config, ending)
         finally:
             sealed = await asyncio.shield(session.close())
+    if session.hold.seconds:
+        ending.seconds["held"] = session.hold.seconds
     outcome, detail = _outcome(ending, session, sealed, harness)
     ungraded = outcome in INFRASTRUCTURE or job.prepared is not None
     verdict = None if ungraded else await _grade(ending, config)
@@ -273,9 +278,12 @@ async def _play(
     started = time.monotonic()
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(_kill_when_ended(session, sandbox))
-        result = await _exec(launch, sandbox, config.budget.agent)
+        deadline = group.create_task(_kill_at_deadline(session, sandbox, config.budget.agent))
+        result = await _exec(launch, sandbox, config.budget.agent + HELD_AT_MOST)
+        timed_out = result.timed_out or (deadline.done() and result.code != 0)
         watching.cancel()
-    stopped = session.outcome is not None and result.code != 0
+        deadline.cancel()
+    stopped = timed_out or (session.outcome is not None and result.code != 0)
     return HarnessExit(
         code=None if stopped else result.code,
         stdout=result.stdout,
@@ -312,6 +320,16 @@ async def _exec(launch: Launch, sandbox: Sandbox, timeout: float) -> HarnessExit
 async def _kill_when_ended(session: Session, sandbox: Sandbox) -> None:
     """Kill the harness when its session is over (call limit, dead engine): it would only retry for minutes."""
     await session.ended.wait()
+    await sandbox.kill()
+
+
+async def _kill_at_deadline(session: Session, sandbox: Sandbox, budget: float) -> None:
+    """Kill the harness when its budget is spent, without the time its calls were held for a change of weights."""
+    granted = 0.0
+    await asyncio.sleep(budget)
+    while more := session.hold.owed(granted):
+        granted += more
+        await asyncio.sleep(more)
     await sandbox.kill()
 
 

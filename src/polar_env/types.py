@@ -420,4 +420,4 @@ class RolloutResult:
     patch: bytes
     exit: HarnessExit | None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Wall-clock seconds by phase: queue, start, agent, grade, finalise."""
+    """Wall-clock seconds by phase: queue, start, agent, grade, finalise; held: how much was spent at the fence."""

@@ -188,7 +188,8 @@ class Foreign:
         if timed_out:
             await self.kill()
         out, err = [await self.read(f"{name}.{kind}") for kind in ("out", "err")]
-        code = None if timed_out else int(await self.read(f"{name}.code"))
+        told = "" if timed_out else await self._shell(f"cat {name}.code 2> /dev/null || true")
+        code = int(told) if told.strip() else None  # none is there when kill() ended the command
         await self._shell(f"rm -f {name}.*")
         return ExecResult(code, out, err, timed_out, time.monotonic() - started)
 
