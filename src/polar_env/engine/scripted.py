@@ -1,20 +1,23 @@
 """The scripted engine: a policy in Python behind a real tokenizer and a real chat template. Demo and tests.
 
 What is real: the prompt ids (the request, rendered) and the sampled ids (the turn, tokenised in the template's own
-format). What is declared: the log-probabilities. They are a fixed function of id and position, finite and negative,
+format). A call that carries on an earlier one is spliced (``splice``), where the template proves that it can be.
+What is declared: the log-probabilities. They are a fixed function of id and position, finite and negative,
 and come from no model; ``EngineFacts.real_tensors`` says so wherever results are shown.
 """
 
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from polar_env.config import EngineConfig, StoreConfig
 from polar_env.engine import EngineFacts, Session, scripts, tokenizer
+from polar_env.engine.splice import Splicer, Unspliceable, prove
 from polar_env.errors import EngineError, EngineOverflow
 from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import (
@@ -60,6 +63,9 @@ class ScriptedEngine:
         self._config = config
         self._lock = asyncio.Lock()
         self._tokenizer: tokenizer.Tokenizer | None = None
+        self._splicer: Splicer | Unspliceable | None = None
+        self.unspliced: Counter[str] = Counter()
+        """Calls that carried on another and were rendered whole, by why they could not be spliced."""
 
     async def _load(self) -> tokenizer.Tokenizer:
         """The tokenizer of the configuration; without one, the pinned Qwen3 tokenizer in the default cache."""
@@ -69,33 +75,62 @@ class ScriptedEngine:
                 self._tokenizer = await asyncio.to_thread(tokenizer.load, directory)
         return self._tokenizer
 
+    async def _proof(self) -> Splicer | Unspliceable:
+        """How prompts are spliced, or why none is."""
+        if self._splicer is None:
+            words = await self._load()
+            if self._config.splice == "off":
+                self._splicer = Unspliceable("engine.splice is off")
+            else:
+                self._splicer = await _prove_spliceable(words)
+        return self._splicer
+
     async def check(self) -> EngineFacts:
         """Prove that the template re-renders a played turn to the very ids that were sampled.
 
         Raises:
-            EngineError: a template that is not of the hermes form (Qwen2.5, Qwen3), an unknown script, no tokenizer.
+            EngineError: a template that is not of the hermes form (Qwen2.5, Qwen3), an unknown script, no tokenizer;
+                ``engine.splice`` is ``on`` and the template cannot be spliced.
         """
         for name in self._config.scripts:
             scripts.resolve(name)
         words = await self._load()
         await asyncio.to_thread(_prove_stable, words)
-        note = "log-probabilities are declared by the scripted engine, not computed by a model; ids are real"
-        return EngineFacts(self._config.model or "scripted", self._config.max_model_len, POLICY_VERSION, False, (note,))
+        proof = await self._proof()
+        if self._config.splice == "on" and isinstance(proof, Unspliceable):
+            raise EngineError(f"this template cannot be spliced: {proof}; set engine.splice to auto or off") from proof
+        notes = (
+            "log-probabilities are declared by the scripted engine, not computed by a model; ids are real",
+            f"no splicing: {proof}" if isinstance(proof, Unspliceable) else "prompts are spliced (template proved)",
+        )
+        return EngineFacts(self._config.model or "scripted", self._config.max_model_len, POLICY_VERSION, False, notes)
 
     async def generate(
         self, request: ModelRequest, sampling: Sampling, session: Session
     ) -> AsyncGenerator[Delta | EngineReply, None]:
         """Play one turn. Raises EngineOverflow when the prompt leaves no room, EngineError when no turn can be made."""
         words = await self._load()
-        prompt = await asyncio.to_thread(words.render, request.messages, request.tools)
+        prompt, spliced = await self._prompt(words, request)
         room = self._room(len(prompt), sampling)
         turn = scripts.play(session.script or self._config.scripts[0], request, session)
         sampled = await asyncio.to_thread(_sample, words, turn, room)
-        reply = _reply(prompt, sampled)
+        reply = replace(_reply(prompt, sampled), spliced=spliced)
         for delta in _deltas(reply.turn):
             yield delta
             await asyncio.sleep(0)
         yield reply
+
+    async def _prompt(self, words: tokenizer.Tokenizer, request: ModelRequest) -> tuple["array[int]", bool]:
+        """Prompt ids [P], and whether they begin with those of the call the request carries on."""
+        if request.continues is not None:
+            proof = await self._proof()
+            try:
+                if isinstance(proof, Splicer):
+                    return await proof.prompt(request), True
+            except Unspliceable as why:
+                proof = why
+            self.unspliced[str(proof)] += 1
+        return await asyncio.to_thread(words.render, request.messages, request.tools), False
 
     def _room(self, prompt: int, sampling: Sampling) -> int:
         """Tokens that may still be sampled; the words of the overflow are those vLLM uses."""
@@ -181,6 +216,16 @@ def _deltas(turn: AssistantTurn) -> list[Delta]:
 
 def _pieces(text: str) -> list[str]:
     return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+
+
+async def _prove_spliceable(words: tokenizer.Tokenizer) -> Splicer | Unspliceable:
+    async def render(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> "array[int]":
+        return await asyncio.to_thread(words.render, messages, tools)
+
+    try:
+        return await prove(render)
+    except Unspliceable as why:
+        return why
 
 
 def _prove_stable(words: tokenizer.Tokenizer) -> None:
