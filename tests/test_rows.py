@@ -165,7 +165,24 @@ def test_a_row_says_how_it_was_built_by_which_policy_and_what_it_hashes_to() -> 
         "max_tokens": 100,
     }
     assert polar["policy_versions"] == chain["policy_versions"] == ["step-7", "step-8"]
+    assert chain["call_versions"] == ["step-7", "step-7", "step-8"]
     assert (polar["digest"]["links"], polar["digest"]["calls"]) == (6, ("look", "edit", "done"))
+
+
+def versions_of(row: dict[str, Any]) -> tuple[str, str, float, float]:
+    """First and last version that sampled what the row trains, how many there were, and in how many calls two."""
+    polar, counts = row["polar"], (row["num_policy_versions"], row["num_calls_across_versions"])
+    return polar["policy_version_first"], polar["policy_version_last"], *counts
+
+
+def test_a_row_spans_the_versions_that_sampled_what_it_trains_and_no_others() -> None:
+    sealed = session()
+    dated = [replace(r, policy_version=v) for r, v in zip(sealed.records, ("s1+s2", "s2", "s3"), strict=True)]
+    over = replace(sealed, records=tuple(dated))
+    assert versions_of(made(rollout(over))) == ("s1", "s3", 3.0, 1.0)
+    assert versions_of(made(rollout(over), 8)) == ("s1", "s2", 2.0, 1.0), "the cut call does not train"
+    assert versions_of(made(rollout(replace(over, delivered=frozenset({"done"}))))) == ("s3", "s3", 1.0, 0.0)
+    assert versions_of(made(rollout(over, Outcome.ENGINE_ERROR))) == ("", "", 0.0, 0.0)
 
 
 def test_the_digest_covers_what_the_row_delivers_and_nothing_of_a_masked_one() -> None:

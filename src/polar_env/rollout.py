@@ -275,13 +275,14 @@ async def _play(
     launch = harness.launch(_job(job, session, config))
     for path, data in launch.files.items():
         await sandbox.write(path, data)
-    started = time.monotonic()
+    started, spent = time.monotonic(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(_kill_when_ended(session, sandbox))
-        deadline = group.create_task(_kill_at_deadline(session, sandbox, config.budget.agent))
+        deadline = group.create_task(_kill_when_spent(session, sandbox, config.budget.agent, spent))
         result = await _exec(launch, sandbox, config.budget.agent + HELD_AT_MOST)
         timed_out = result.timed_out or (deadline.done() and result.code != 0)
         watching.cancel()
+    timed_out = result.timed_out or (spent.is_set() and result.code != 0)
         deadline.cancel()
     stopped = timed_out or (session.outcome is not None and result.code != 0)
     return HarnessExit(
@@ -323,14 +324,15 @@ async def _kill_when_ended(session: Session, sandbox: Sandbox) -> None:
     await sandbox.kill()
 
 
-async def _kill_at_deadline(session: Session, sandbox: Sandbox, budget: float) -> None:
-    """Kill the harness when its budget is spent, without the time its calls were held for a change of weights."""
+async def _kill_when_spent(session: Session, sandbox: Sandbox, budget: float, spent: asyncio.Event) -> None:
+    """Kill the harness when its budget is spent; the time its calls were held for a change of weights is not in it."""
     granted = 0.0
     await asyncio.sleep(budget)
     while more := session.hold.owed(granted):
         granted += more
         await asyncio.sleep(more)
     await sandbox.kill()
+    spent.set()
 
 
 async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:

@@ -48,7 +48,7 @@ FAILURE_KINDS: Mapping[Outcome, str | None] = {
 }
 """Outcome -> ``nemo_gym.failure_kinds`` where it has a word, else ours in its ``<server>:<kind>`` form."""
 
-PHASES = ("queue", "start", "agent", "grade", "finalise")
+PHASES = ("queue", "start", "agent", "grade", "finalise", "held")
 
 THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
@@ -260,6 +260,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
 def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
     """Whether the row's first prompt is the session's own: after a compaction it is not, and NeMo-RL puts the row in
     a group of its own (rule 8)."""
+    sampled_by = _span(result, delivery)
     agent = (record for record in result.ledger.records if record.kind is CallKind.AGENT and not record.thread)
     task = min(agent, key=lambda record: record.index, default=None)
     trained = [turn for turn in (delivery.chain.turns if delivery.chain else ()) if turn.trained]
@@ -270,6 +271,8 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
     """What is not a number: for people, tables, grading again and `polar verify`. ``patch`` is base64: it may hold any
     bytes. ``digest`` covers the tensors of the row; a masked row has none, so its chain has no link."""
     verdict = result.verdict
+        "num_policy_versions": float(len(_names(sampled_by))),
+        "num_calls_across_versions": float(sum("+" in version for version in sampled_by)),
     turns = delivery.chain.turns if delivery.chain and not delivery.masked else ()
     return {
         "task_id": result.task_id,
@@ -293,6 +296,7 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
 
 
 def holes(found: Iterable[Hole]) -> list[str]:
+    first, *_, last = _names(_span(result, delivery)) * 2 or ("", "")
     """Holes as a row tells them."""
     return [f"{hole.kind}: {_clean(hole.detail)}" for hole in found]
 
@@ -310,6 +314,8 @@ def chains(trajectory: Trajectory, records: Iterable[CallRecord], masked: bool) 
         {
             "kind": chain.kind.value,
             "thread": chain.thread,
+        "policy_version_first": first,
+        "policy_version_last": last,
             "branched_from": chain.branched_from,
             "delivered": number == trajectory.delivered,
             "weight": chain.trainable_tokens / total if total else 0.0,
@@ -324,6 +330,18 @@ def _flat(chain: Chain, masked: bool) -> Iterator[tuple[str, list[Any]]]:
     """The chain as one sequence: ids, loss mask (1: trains) and log-probs (0.0 where nothing was sampled), each [T]."""
     last = chain.turns[-1]
     mask, log_probs = [0] * chain.total_tokens, [0.0] * chain.total_tokens
+def _span(result: RolloutResult, delivery: Delivery) -> list[str]:
+    """The policy version of every call the row trains, in order; ``a+b`` for a call whose weights changed under it."""
+    chain = delivery.chain if not delivery.masked else None
+    trained = {turn.call_id for turn in (chain.turns if chain else ()) if turn.trained}
+    return [record.policy_version for record in result.ledger.records if record.call_id in trained]
+
+
+def _names(versions: Iterable[str]) -> list[str]:
+    """The versions by themselves, in order of first use."""
+    return list(dict.fromkeys(name for version in versions for name in version.split("+")))
+
+
     for turn in chain.turns:
         span = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids))
         log_probs[span] = turn.log_probs.tolist()
@@ -333,3 +351,4 @@ def _flat(chain: Chain, masked: bool) -> Iterator[tuple[str, list[Any]]]:
     yield "token_ids", [*last.prompt_ids, *last.sampled_ids]
     yield "loss_mask", mask
     yield "log_probs", log_probs
+            "call_versions": [known[turn.call_id].policy_version for turn in chain.turns],
