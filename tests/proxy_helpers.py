@@ -226,14 +226,15 @@ class WatchedLedger(Ledger):
 class Arrivals:
     """Counts the model calls that reached a session; joined and replayed ones too."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: "Classify | None" = None) -> None:
         self.count = 0
+        self._rule = rule or classify
         self._pulse = asyncio.Event()
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
         self.count += 1
         self._pulse.set()
-        return classify(headers, body)
+        return self._rule(headers, body)
 
     async def until(self, count: int) -> None:
         while self.count < count:

@@ -99,8 +99,38 @@ TOOLS = [{"type": "function", "function": {"name": "run_shell_command"}}]
 )
 def test_qwen_code_calls_are_told_apart_by_their_system_prompt_tools_or_not(system: str, kind: CallKind):
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "fix it"}]
-    assert build("qwen_code").classify({}, {"messages": messages}) == (kind, "")
-    assert build("qwen_code").classify({}, {"messages": messages, "tools": TOOLS}) == (kind, "")
+    for body in ({"messages": messages}, {"messages": messages, "tools": TOOLS}):
+        found, thread = build("qwen_code").classify({}, body)
+        assert (found, bool(thread)) == (kind, kind is CallKind.SUB_AGENT)
+
+
+def qwen_worker(*said: str, system: str = WORKER) -> dict[str, Any]:
+    roles = ("user", "assistant", "tool", "user")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return {"messages": [{"role": "system", "content": system}, *turns], "tools": TOOLS}
+
+
+def gemini_worker(*said: str, system: str = "You work.") -> dict[str, Any]:
+    roles = ("user", "model", "user", "user")
+    contents = [{"role": role, "parts": [{"text": text}]} for role, text in zip(roles, said, strict=False)]
+    instruction = {"parts": [{"text": system}]}
+    return {"systemInstruction": instruction, "contents": contents, "tools": declared("complete_task")}
+
+
+@pytest.mark.parametrize(("name", "asked"), [("qwen_code", qwen_worker), ("gemini_cli", gemini_worker)])
+def test_a_sub_agent_without_a_name_is_named_by_what_it_was_told(name: str, asked: Any):
+    harness = build(name)
+    kind, thread = harness.classify({}, asked("look"))
+    assert kind is CallKind.SUB_AGENT
+    assert harness.classify({}, asked("look", "I look.", "a file", "now?")) == (kind, thread)
+    others = (asked("look again"), asked("look", system=f"{WORKER} Be quick."))
+    assert len({thread, *(harness.classify({}, other)[1] for other in others)}) == 3
+
+
+def test_a_summary_that_a_sub_agent_of_qwen_code_asks_for_is_its_own():
+    harness = build("qwen_code")
+    body = qwen_worker("look", "I look.", "a file", SUMMARISER)
+    assert harness.classify({}, body) == (CallKind.COMPACTION, harness.classify({}, qwen_worker("look"))[1])
 
 
 def test_qwen_code_asks_for_a_summary_behind_the_whole_history_too():
@@ -151,7 +181,8 @@ def declared(*names: str) -> list[dict[str, Any]]:
 )
 def test_gemini_cli_calls_are_told_apart(system: str, tools: list[Any], kind: CallKind):
     body = {"systemInstruction": {"parts": [{"text": system}]}, "contents": [], "tools": tools}
-    assert build("gemini_cli").classify({}, body) == (kind, "")
+    found, thread = build("gemini_cli").classify({}, body)
+    assert (found, bool(thread)) == (kind, kind is CallKind.SUB_AGENT)
 
 
 # --- read -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from polar_env.harness.reading import (
     string,
     tail,
     timeout,
+    told,
 )
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
@@ -76,10 +77,13 @@ class GeminiCli:
         return Launch(argv=without(CHATTER, argv), env=env, files=files, stdin=job.instruction.encode())
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
-        """By the first words of the system prompt and by the tools: it names no session or thread."""
+        """By the first words of the system prompt and by the tools: it names no session or thread.
+
+        A sub-agent is named by what it was told.
+        """
         declared = [tool for group in items(body.get("tools")) for tool in _functions(mapping(group))]
         if SUB_AGENT_TOOL in declared:
-            return CallKind.SUB_AGENT, ""
+            return CallKind.SUB_AGENT, told(body)
         return (CallKind.AGENT if declared else kind_by_system(body)), ""
 
     def read(self, exit: HarnessExit) -> Report:

@@ -5,8 +5,7 @@ What it sends for N turns is N requests; an empty answer it asks for again up to
 with arguments that are not JSON once, with the same request. It keeps 23,000 tokens of the window free and begins with
 a prompt of 14,000: in a window of 40,000 it has no room.
 
-Its own sub-agents run beside the main line and report when they are done. Two of them with word for word the same
-prompt cannot be told apart by anybody who sees their requests.
+Its own sub-agents run beside the main line and report when they are done. They are named by what they were told.
 """
 
 import asyncio
@@ -31,6 +30,7 @@ from polar_env.harness.reading import (
     mapping,
     string,
     timeout,
+    told,
 )
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
@@ -91,9 +91,9 @@ class QwenCode:
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
         """By the first words of the system prompt or the last message: Qwen Code names no session or thread."""
-        if last_text(body).startswith(COMPACTION_MARK):
-            return CallKind.COMPACTION, ""
-        return kind_by_system(body), ""
+        kind = kind_by_system(body)
+        thread = told(body) if kind is CallKind.SUB_AGENT else ""
+        return (CallKind.COMPACTION if last_text(body).startswith(COMPACTION_MARK) else kind), thread
 
     def read(self, exit: HarnessExit) -> Report:
         """The last ``result`` event decides; at the turn limit there is none, only an exit code."""

@@ -4,6 +4,7 @@ Both are foreign: a stream may be cut anywhere by a kill, and a line may be some
 here raises on any input.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard, cast
@@ -122,6 +123,15 @@ def system_text(body: Mapping[str, Any]) -> str:
         if turn.get("role") in ("system", "developer"):
             return flat_text(turn.get("content"))
     return ""
+
+
+def told(body: Mapping[str, Any]) -> str:
+    """A name for the sub-agent of a CLI that gives it none: a digest of its system prompt and its first message, which
+    stay the same for as long as it lives. Two that were told the same are told apart in ``proxy.threads``."""
+    said = [turn for turn in turns(body) if turn.get("role") not in ("system", "developer")]
+    first = said[0] if said else {}
+    words = f"{system_text(body)}\0{flat_text(first.get('content', first.get('parts')))}"
+    return f"told-{hashlib.sha256(words.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
 
 
 def last_text(body: Mapping[str, Any]) -> str:

@@ -117,6 +117,11 @@ class Attempt:
         return not self.committed and self.error is None
 
     @property
+    def waited_for(self) -> bool:
+        """Whether a client that has not left is waiting for the answer, or still reading it."""
+        return self._readers > 0
+
+    @property
     def counts(self) -> bool:
         """Whether the harness has this answer, or somebody still waits for it: a turn that is taken."""
         return self.error is None and (self.delivered or self._readers > 0 or not self._left)
