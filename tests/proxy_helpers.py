@@ -121,10 +121,10 @@ class GatedLog(SegmentLog):
     gate: asyncio.Event
     reached: asyncio.Event
 
-    async def write(self, record: CallRecord, request: ModelRequest | None = None) -> None:
+    async def write(self, record: CallRecord, request: ModelRequest | None = None, **shared: Any) -> None:
         self.reached.set()
         await self.gate.wait()
-        await super().write(record, request)
+        await super().write(record, request, **shared)
 
 
 # --- a wire API -------------------------------------------------------------------------------------------------
