@@ -115,6 +115,7 @@ NeMo Gym, and the command line goes through the same two.
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
+        wire.py              rows as JSON, in pieces, beside other rollouts' calls
         dataset.py           tasks as the rows Gym and NeMo-RL read
         resources_server.py  the resources server `polar`
         agent.py             the agent `polar_agent`

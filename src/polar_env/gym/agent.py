@@ -6,7 +6,6 @@
 import asyncio
 from typing import Any
 
-import orjson
 from fastapi import Body, Request, Response
 from nemo_gym.base_resources_server import BaseRunRequest
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
@@ -18,6 +17,7 @@ from pydantic import ConfigDict
 from polar_env.config import PolarConfig
 from polar_env.errors import SandboxError
 from polar_env.gym.environment import placeholder
+from polar_env.gym.wire import encode, is_row
 
 
 class PolarAgentConfig(BaseResponsesAPIAgentConfig):
@@ -65,7 +65,7 @@ class PolarAgent(SimpleResponsesAPIAgent):
         """The answer's bytes. Raises SandboxError when they are not a row."""
         response = await self.server_client.post(server_name=self.config.resources_server.name, url_path=path, json=row)
         content = await response.read()
-        if response.status != 200 or not _is_row(content):
+        if response.status != 200 or not is_row(content):
             raise SandboxError(f"{path} answered {response.status}: {content[:400].decode('utf-8', 'replace')}")
         return content
 
@@ -78,15 +78,6 @@ class PolarAgent(SimpleResponsesAPIAgent):
         return AggregateMetrics.model_validate(await get_response_json(response))
 
 
-def _is_row(content: bytes) -> bool:
-    """Whether this is what the resources server, which has judged its row, answers with."""
-    try:
-        answer: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(answer, dict) and {"response", "reward", "mask_sample"} <= answer.keys()
-
-
 def _placeholder(row: dict[str, Any], why: str) -> bytes:
     lost = SandboxError(f"the polar resources server did not answer this row: {why}")
-    return orjson.dumps(placeholder(row, lost, PolarConfig()))
+    return encode(placeholder(row, lost, PolarConfig()))

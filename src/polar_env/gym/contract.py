@@ -51,7 +51,7 @@ def violations(row: Row, max_tokens: int | None = None) -> list[str]:
     """What is wrong with a result row: one sentence each, beginning with the rule's number. Empty: NeMo-RL takes it.
 
     Args:
-        row: the JSON object ``/run`` answers with.
+        row: the JSON object ``/run`` answers with; numbers may be arrays in it (``rows.compact``).
         max_tokens: the policy's max sequence length; ``None`` skips rule 10.
     """
     shape = list(_shape(row))
@@ -136,7 +136,7 @@ def _tensors(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         present = [key for key in TOKEN_KEYS if item.get(key) is not None]
         if not present:
             continue
-        if not all(isinstance(item.get(key), list) and item[key] for key in TOKEN_KEYS):
+        if not all(isinstance(item.get(key), list | array) and item[key] for key in TOKEN_KEYS):
             yield f"rule 3: output[{at}] needs all of {', '.join(TOKEN_KEYS)}, lists, none empty, or none at all"
             continue
         sampled, log_probs = item["generation_token_ids"], item["generation_log_probs"]
@@ -148,9 +148,9 @@ def _tensors(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _sequence(items: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Iterator[str]:
     """Rules 4, 6 and 10: one linear chain, each call adds a prompt token, and the whole fits (3: ids are ids)."""
-    seen: list[int] = []
+    seen: Sequence[int] = items[0]["prompt_token_ids"][:0]
     for turn, item in enumerate(items):
-        prompt: list[int] = item["prompt_token_ids"]
+        prompt: Sequence[int] = item["prompt_token_ids"]
         if prompt[: len(seen)] != seen:
             at = _first_difference(seen, prompt)
             yield f"rule 4: trainable item {turn} does not continue the row: token {at} of {len(seen)} differs"
@@ -158,7 +158,7 @@ def _sequence(items: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Ite
             yield f"rule 6: trainable item {turn} adds no prompt token to the row"
         elif wrong := _not_ids([*prompt[len(seen) :], *item["generation_token_ids"]]):
             yield f"rule 3: trainable item {turn} has {wrong}"
-        seen = prompt + item["generation_token_ids"]
+        seen = item["prompt_token_ids"] + item["generation_token_ids"]
     if max_tokens is not None and len(seen) > max_tokens:
         yield f"rule 10: {len(seen)} tokens, the policy takes {max_tokens}; trim to the longest prefix of whole calls"
 

@@ -83,7 +83,8 @@ class PolarEnvironment:
                     self._abandon(key, running)
 
     async def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """One dataset row -> one Gym result row that NeMo-RL accepts, whatever happens.
+        """One dataset row -> one Gym result row that NeMo-RL accepts, whatever happens; numbers as arrays
+        (``rows.compact``).
 
         Args:
             row: ``responses_create_params`` and ``task_id`` (or ``instance``, a whole task row), optionally
@@ -216,7 +217,7 @@ def placeholder(row: Mapping[str, Any], error: PolarError, config: PolarConfig) 
 def _row(row: Mapping[str, Any], result: RolloutResult, config: PolarConfig) -> dict[str, Any]:
     params = _mapping(row, "responses_create_params")
     model = config.engine.model or "policy"
-    return rows.row(result, params, model=model, max_tokens=config.trajectory.max_tokens)
+    return rows.compact(result, params, model=model, max_tokens=config.trajectory.max_tokens)
 
 
 def unstarted(task_id: str, harness: str, error: PolarError) -> RolloutResult:

@@ -3,6 +3,7 @@
 # Gym's servers narrow `config` and request bodies in subclasses: that is its documented way to extend them.
 # pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from pydantic import ConfigDict, Field
 from polar_env.config import PolarConfig, StoreConfig, environment, load
 from polar_env.errors import ConfigError, PolarError
 from polar_env.gym.environment import PolarEnvironment
+from polar_env.gym.wire import encode
 
 
 class PolarResourcesServerConfig(BaseResourcesServerConfig):
@@ -66,7 +68,7 @@ class PolarResourcesServer(SimpleResourcesServer):
 
         async def run(request: Request) -> Response:
             answer = await polar.run(_object(await request.body()))
-            return Response(orjson.dumps(answer), media_type="application/json")
+            return Response(await asyncio.to_thread(encode, answer), media_type="application/json")
 
         app.router.lifespan_context = lifespan
         app.post("/rollout")(run)
