@@ -21,6 +21,7 @@ from gym_helpers import Gated, Stage
 from polar_env.capture import rebuild
 from polar_env.cli import main
 from polar_env.config import PolarConfig, load
+from polar_env.control import send
 from polar_env.errors import CaptureError, ConfigError, EngineError
 from polar_env.harness import HARNESSES
 from polar_env.standalone import Trial, catalogue, describe, serve, table, try_harness
@@ -78,10 +79,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: PolarConfig, *names: str) -> AsyncGenerator[Served]:
+async def serving(config: PolarConfig, *names: str, control: int | None = None) -> AsyncGenerator[Served]:
     served = Served()
     async with asyncio.TaskGroup() as group:
-        group.create_task(serve(config, names, 0, served.lines.put_nowait))
+        group.create_task(serve(config, names, 0, served.lines.put_nowait, control))
         yield served
 
 
@@ -120,6 +121,34 @@ async def test_a_call_in_flight_is_ended_by_the_signal_and_the_engine_is_told(tm
         end = await proxy.line()
         await asyncio.wait_for(engine.aborted.wait(), 20)
     assert (end["calls"], end["trainable_tokens"], end["holes"]) == ("0", "0", "0")
+
+
+async def test_a_second_listener_takes_the_trainer_s_orders_with_a_secret_of_its_own(tmp_path: Path):
+    async with (
+        VllmServer().run() as engine,
+        serving(configured(tmp_path, engine.url), "one", control=0) as proxy,
+    ):
+        door, session = await proxy.line(), await proxy.line()
+        assert door["control"] != session["base_url"]
+        assert door["secret"] != session["key"]
+        await asyncio.to_thread(send, door["control"], door["secret"], "version", version="step-3")
+        assert await ask(session, "hello") == 200
+        with pytest.raises(ConfigError, match="401"):
+            await asyncio.to_thread(send, door["control"], session["key"], "pause")
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = await proxy.line()
+    assert [record.policy_version for record in rebuild(Path(end["log"])).records] == ["step-3"]
+
+
+async def test_a_secret_that_was_given_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLAR_CONTROL_SECRET", "known to both")
+    async with VllmServer().run() as engine, serving(configured(tmp_path, engine.url), "one", control=0) as proxy:
+        door = await proxy.line()
+        assert set(door) == {"control"}
+        assert (await asyncio.to_thread(send, door["control"], "known to both", "pause"))["paused"] is True
+        await proxy.line()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await proxy.line()
 
 
 async def test_a_session_whose_engine_died_says_so_at_the_end(tmp_path: Path):
@@ -296,7 +325,7 @@ async def test_a_harness_of_one_s_own_is_tried_on_a_folder_which_stays_as_it_was
         assert engine.requests[-1]["messages"] == [{"role": "user", "content": "say something"}]
     assert code == 0, said
     assert said.startswith("outcome   completed\n")
-    assert re.search(r"^0 +agent +- +chat +4 +9 +tool_calls +\S+ +yes$", said, re.MULTILINE)
+    assert re.search(r"^0 +agent +- +chat +4 +new +9 +tool_calls +\S+ +yes$", said, re.MULTILINE)
     assert "-none yet\n+I will look." in said
     assert (repo / "answer.txt").read_text(encoding="utf-8") == "none yet\n"
     assert "verdict" not in said

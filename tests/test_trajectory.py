@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_env.config import TrajectoryConfig
-from polar_env.trajectory import Join, build, joins, trim
+from polar_env.trajectory import build, trim
 from polar_env.types import CallKind, Chain, Hole, HoleKind, SealedLedger, Trajectory
 from trajectory_helpers import Conversation, call, call_trees, ids, ledger, long_session
 
@@ -274,15 +274,6 @@ def test_a_chain_is_trimmed_after_a_whole_call() -> None:
         ("a+", True),
         ("", True),
     ]
-
-
-def test_joins_count_continuations_and_new_beginnings_of_delivered_calls() -> None:
-    talk = Conversation()
-    for name in "abc":
-        talk.turn([1, 2], [3, 4], call_id=name)
-    lost = call(4, talk.history + ids(1), [1], call_id="lost")
-    sealed = ledger(*talk.records, call(3, [9], [9]), lost, undelivered=["lost"])
-    assert dict(joins(sealed)) == {Join.EXACT: 2, Join.NEW_CHAIN: 2}
 
 
 # --- any session ------------------------------------------------------------------------------------------------

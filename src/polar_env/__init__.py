@@ -24,11 +24,11 @@ NeMo Gym, and the command line goes through the same two.
       prefix.py              which earlier call does a prompt continue? A tree of ids, each stored once. Pure
       records.py             a session's records: ids held once, whole again when they are read. Pure
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
+      joins.py              how each call's prompt joins the calls before it, in five classes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
       control.py             a trainer's side of the fence: orders over HTTP
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
-      workers.py             (planned) rollouts spread over Ray actors
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back
       verify.py              rows against the durable logs of their sessions
@@ -116,6 +116,7 @@ NeMo Gym, and the command line goes through the same two.
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
         wire.py              rows as JSON, in pieces, beside other rollouts' calls
+        workers.py           rollouts spread over the nodes of a Ray cluster
         dataset.py           tasks as the rows Gym and NeMo-RL read
         resources_server.py  the resources server `polar`
         agent.py             the agent `polar_agent`

@@ -1,11 +1,12 @@
 """Parts of the line on their own: the proxy for clients of one's own, one harness on any endpoint, a log read back.
 
-Everything here returns or says lines of text; the command line prints them. A session's key is said once, on standard
-output, and is in no log.
+Everything here returns or says lines of text; the command line prints them. A session's key and the control secret are
+said once, on standard output, and are in no log.
 """
 
 import asyncio
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -18,9 +19,11 @@ from pathlib import Path
 
 from polar_env import engine as engine_room
 from polar_env.capture import Ledger, SegmentLog, rebuild
-from polar_env.config import HarnessConfig, PolarConfig
+from polar_env.config import HarnessConfig, PolarConfig, environment
 from polar_env.errors import ConfigError
 from polar_env.harness import HARNESSES, Harness
+from polar_env.joins import classify
+from polar_env.proxy.control import SECRET
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session, policy
 from polar_env.rollout import RolloutJob, harness_class, make_harness, open_proxy, rollout, session_dir
@@ -40,11 +43,14 @@ Say = Callable[[str], None]
 # --- the proxy alone --------------------------------------------------------------------------------------------
 
 
-async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) -> None:
+async def serve(
+    config: PolarConfig, names: Sequence[str], port: int, say: Say, control_port: int | None = None
+) -> None:
     """Serve a session per name until SIGINT or SIGTERM, then seal them.
 
     Says ``session=… base_url=… key=…`` for each when they can be used, and ``session=… calls=… chains=…
-    trainable_tokens=… holes=… log=…`` when they are sealed.
+    trainable_tokens=… holes=… log=…`` when they are sealed. With a ``control_port`` a trainer's orders are taken on a
+    second listener: ``control=…`` says where, and ``secret=…`` unless POLAR_CONTROL_SECRET gave it.
 
     Raises:
         ConfigError: the names or the port cannot be had. EngineError: the engine does not pass its check.
@@ -56,12 +62,15 @@ async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) 
     sealed: list[tuple[str, SealedLedger, Outcome | None]] = []
     async with AsyncExitStack() as stack:
         sock = stack.enter_context(_listening(port))
+        door = None if control_port is None else stack.enter_context(_listening(control_port))
         proxy = await stack.enter_async_context(open_proxy(config))
         stopped = await stack.enter_async_context(_until_stopped())
         sessions: dict[str, Session] = {}
         for number, name in enumerate(names):
             sessions[name] = await stack.enter_async_context(_session(config, proxy, harness, name, number))
         await stack.enter_async_context(proxy.listen(sock))
+        if door is not None:
+            say(await _open_door(proxy, door, stack))
         for name, session in sessions.items():
             say(f"session={name} base_url=http://{HOST}:{sock.getsockname()[1]} key={session.key}")
         await stopped.wait()
@@ -74,6 +83,14 @@ async def serve(config: PolarConfig, names: Sequence[str], port: int, say: Say) 
 def _marks(config: HarnessConfig) -> HarnessConfig:
     """The harness whose request marks tell calls apart; ``shell``, whose command nobody runs here, knows several."""
     return config if config.name != "shell" else config.model_copy(update={"command": ("true",)})
+
+
+async def _open_door(proxy: ProxyServer, door: socket.socket, stack: AsyncExitStack) -> str:
+    """Take orders on ``door`` until the stack ends; what to say of it."""
+    given = environment(SECRET)
+    secret = given or secrets.token_urlsafe(24)
+    await stack.enter_async_context(proxy.listen_control(door, secret))
+    return f"control=http://{HOST}:{door.getsockname()[1]}" + ("" if given else f" secret={secret}")
 
 
 def _listening(port: int) -> socket.socket:
@@ -219,7 +236,8 @@ def describe(directory: Path, config: PolarConfig) -> str:
 
 def _captured(ledger: SealedLedger, trajectory: Trajectory) -> Iterator[str]:
     """Tables of the calls and of the chains they form, and the holes."""
-    calls = [("call", "kind", "thread", "wire", "prompt", "sampled", "stop", "seconds", "trained")]
+    joined = classify(ledger)
+    calls = [("call", "kind", "thread", "wire", "prompt", "join", "sampled", "stop", "seconds", "trained")]
     for record in ledger.records:
         calls.append(
             (
@@ -228,6 +246,7 @@ def _captured(ledger: SealedLedger, trajectory: Trajectory) -> Iterator[str]:
                 record.thread or "-",
                 record.wire.value,
                 str(len(record.prompt_ids)),
+                joined.get(record.call_id, "-"),
                 str(len(record.sampled_ids)),
                 record.turn.stop.value,
                 f"{record.ended - record.started:.1f}",

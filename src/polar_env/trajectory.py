@@ -6,10 +6,8 @@ in one of them and is context (``trained=False``) in the others, so each sampled
 """
 
 import random
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from typing import Protocol
 
 from polar_env.prefix import PrefixIndex
@@ -25,15 +23,6 @@ class Policy(Protocol):
     def trained_kinds(self) -> tuple[CallKind, ...]: ...
     @property
     def seed(self) -> int: ...
-
-
-class Join(StrEnum):
-    """How a call's prompt relates to the calls before it."""
-
-    EXACT = "exact"
-    """It strictly extends an earlier call's prompt+sampled ids."""
-    NEW_CHAIN = "new_chain"
-    """It extends none: the first call, a compaction, a sub-agent of its own, an edited history."""
 
 
 Path = tuple[CallRecord, ...]
@@ -76,14 +65,6 @@ def trim(chain: Chain, max_tokens: int) -> tuple[Chain, bool]:
     """
     kept = tuple(turn for turn in chain.turns if len(turn.prompt_ids) + len(turn.sampled_ids) <= max_tokens)
     return replace(chain, turns=kept), len(kept) < len(chain.turns)
-
-
-def joins(ledger: SealedLedger) -> Mapping[Join, int]:
-    """How often a delivered call continued an earlier one exactly, and how often it began anew."""
-    calls = [record for record in ledger.records if record.call_id in ledger.delivered]
-    parents = _parents(sorted(calls, key=lambda record: record.index))
-    counts = Counter(Join.NEW_CHAIN if parent is None else Join.EXACT for parent in parents.values())
-    return {join: counts[join] for join in Join}
 
 
 def _exclusion(record: CallRecord, ledger: SealedLedger, holed: frozenset[str | None], config: Policy) -> str | None:

@@ -15,6 +15,7 @@ from polar_env.digest import digest
 from polar_env.errors import CaptureError, ConfigError, PolarError, boundary
 from polar_env.gym import rows
 from polar_env.gym.contract import TOKEN_KEYS, first_prompt_digest, trainable_items
+from polar_env.joins import joins
 from polar_env.segment_log import SessionLog, read
 from polar_env.trajectory import build, trim
 from polar_env.types import CallKind, Chain, ChainTurn, Trajectory
@@ -159,6 +160,8 @@ def _ledger(row: Row, log: SessionLog) -> Iterator[str]:
         yield f"the log has {len(log.ledger.holes)} holes, the row tells of {len(polar['holes'])}"
     if not log.ledger.complete and not row["mask_sample"]:
         yield "the log is incomplete and the row trains"
+    if any(row[f"joins_{join}"] != count for join, count in joins(log.ledger).items()):
+        yield "the log's calls join otherwise than the row says"
     if len(log.ledger.records) != row["num_model_calls"]:
         yield f"the log has {len(log.ledger.records)} calls, the row {row['num_model_calls']:g}"
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from polar_env.digest import digest
 from polar_env.gym.contract import LEAKS, TOKEN_KEYS, ContractError, first_prompt_digest, markup, violations
+from polar_env.joins import joins
 from polar_env.trajectory import trim
 from polar_env.types import (
     AssistantTurn,
@@ -260,6 +261,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
     trained = delivery.chain.trainable_tokens if delivery.chain and not delivery.masked else 0
     code = result.exit.code if result.exit else None
     verdict = result.verdict
+    sampled_by = _span(result, delivery)
     return {
         "num_model_calls": float(len(records)),
         "num_chains": float(len(trajectory.chains)),
@@ -270,6 +272,9 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "delivered_fraction": trained / trajectory.sampled_tokens if trajectory.sampled_tokens else 0.0,
         "total_tokens": float(delivery.chain.total_tokens if delivery.chain else 0),
         "truncated": float(delivery.truncated),
+        "num_policy_versions": float(len(_names(sampled_by))),
+        "num_calls_across_versions": float(sum("+" in version for version in sampled_by)),
+        **{f"joins_{join}": float(count) for join, count in joins(result.ledger).items()},
         "starts_with_task": float(_starts_with_task(result, delivery)),
         "resolved": float(verdict is not None and verdict.status is VerdictStatus.RESOLVED),
         "patch_bytes": float(len(result.patch)),
@@ -282,7 +287,6 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
 def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
     """Whether the row's first prompt is the session's own: after a compaction it is not, and NeMo-RL puts the row in
     a group of its own (rule 8)."""
-    sampled_by = _span(result, delivery)
     agent = (record for record in result.ledger.records if record.kind is CallKind.AGENT and not record.thread)
     task = min(agent, key=lambda record: record.index, default=None)
     trained = [turn for turn in (delivery.chain.turns if delivery.chain else ()) if turn.trained]
@@ -293,9 +297,8 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
     """What is not a number: for people, tables, grading again and `polar verify`. ``patch`` is base64: it may hold any
     bytes. ``digest`` covers the tensors of the row; a masked row has none, so its chain has no link."""
     verdict = result.verdict
-        "num_policy_versions": float(len(_names(sampled_by))),
-        "num_calls_across_versions": float(sum("+" in version for version in sampled_by)),
     turns = delivery.chain.turns if delivery.chain and not delivery.masked else ()
+    first, *_, last = _names(_span(result, delivery)) * 2 or ("", "")
     return {
         "task_id": result.task_id,
         "harness": result.harness,
@@ -313,12 +316,13 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "holes": holes(result.ledger.holes),
         "trajectory": {**result.trajectory.policy, "max_tokens": delivery.max_tokens},
         "policy_versions": _versions(result.ledger.records),
+        "policy_version_first": first,
+        "policy_version_last": last,
         "digest": asdict(digest(result.ledger.session_id, turns)),
     }
 
 
 def holes(found: Iterable[Hole]) -> list[str]:
-    first, *_, last = _names(_span(result, delivery)) * 2 or ("", "")
     """Holes as a row tells them."""
     return [f"{hole.kind}: {_clean(hole.detail)}" for hole in found]
 
@@ -326,6 +330,18 @@ def holes(found: Iterable[Hole]) -> list[str]:
 def _versions(records: Iterable[CallRecord]) -> list[str]:
     """The policy versions that sampled, in order of first use: more than one is an update in the middle."""
     return list(dict.fromkeys(record.policy_version for record in records))
+
+
+def _span(result: RolloutResult, delivery: Delivery) -> list[str]:
+    """The policy version of every call the row trains, in order; ``a+b`` for a call whose weights changed under it."""
+    chain = delivery.chain if not delivery.masked else None
+    trained = {turn.call_id for turn in (chain.turns if chain else ()) if turn.trained}
+    return [record.policy_version for record in result.ledger.records if record.call_id in trained]
+
+
+def _names(versions: Iterable[str]) -> list[str]:
+    """The versions by themselves, in order of first use."""
+    return list(dict.fromkeys(name for version in versions for name in version.split("+")))
 
 
 def chains(trajectory: Trajectory, records: Iterable[CallRecord], masked: bool) -> list[dict[str, Any]]:
@@ -337,12 +353,11 @@ def chains(trajectory: Trajectory, records: Iterable[CallRecord], masked: bool) 
         {
             "kind": chain.kind.value,
             "thread": chain.thread,
-        "policy_version_first": first,
-        "policy_version_last": last,
             "branched_from": chain.branched_from,
             "delivered": number == trajectory.delivered,
             "weight": chain.trainable_tokens / total if total else 0.0,
             "policy_versions": _versions(known[turn.call_id] for turn in chain.turns),
+            "call_versions": [known[turn.call_id].policy_version for turn in chain.turns],
             **dict(_flat(chain, masked)),
         }
         for number, chain in enumerate(trajectory.chains)
@@ -362,4 +377,3 @@ def _flat(chain: Chain, masked: bool) -> Iterator[tuple[str, Any]]:
     yield "token_ids", last.prompt_ids + last.sampled_ids
     yield "loss_mask", mask
     yield "log_probs", log_probs
-            "call_versions": [known[turn.call_id].policy_version for turn in chain.turns],
