@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fence_helpers import until
 from polar_env.engine import Session as EngineSession
 from polar_env.engine.fence import Fence, Hold, Pause
 from polar_env.errors import BadRequest, EngineBusy, EngineError
@@ -30,13 +31,6 @@ async def sampled(fence: Fence, request: ModelRequest = WHOLE, session: str = "s
 async def texts(fence: Fence, request: ModelRequest = WHOLE, session: str = "s") -> list[str]:
     items = await sampled(fence, request, session)
     return [item.text if isinstance(item, Delta) else item.turn.text for item in items]
-
-
-async def until(fence: Fence, *, held: int = 0, running: int = 0) -> None:
-    """Let the loop run until the fence stands so."""
-    async with asyncio.timeout(5):
-        while (fence.state.held, fence.state.running) != (held, running):  # noqa: ASYNC110 - it tells nobody of a hold
-            await asyncio.sleep(0)
 
 
 # --- pause and resume -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from engine_helpers import VllmServer
 from gym_helpers import Gated, Stage, configured, masked, row
+from polar_env.control import send
 from polar_env.errors import ConfigError
 from polar_env.gym import environment as environment_module
 from polar_env.gym.agent import PolarAgent, PolarAgentConfig
@@ -312,3 +313,65 @@ def test_nothing_is_written_into_the_folder_gym_starts_the_server_in(tmp_path: P
     assert (given.cache, given.sessions) == (Path("/cache"), Path("/logs"))
     monkeypatch.delenv("POLAR_CACHE")
     assert settings(scripted, {}).store.cache.is_absolute()
+
+
+# --- a trainer's orders -----------------------------------------------------------------------------------------
+
+
+def controlled(tmp_path: Path, url: str, **fields: Any) -> FastAPI:
+    """The resources server's application before an engine at ``url``."""
+    made = resources(configured(tmp_path, url).model_dump(mode="json"))
+    made.config = made.config.model_copy(update=fields)
+    return built(made)
+
+
+async def test_the_trainer_pauses_the_rollouts_of_the_server_and_nobody_without_the_secret_does(tmp_path: Path):
+    async with VllmServer().run() as engine, serving(controlled(tmp_path, engine.url, control_secret="ours")) as port:
+        url = f"http://127.0.0.1:{port}"
+        assert (await asyncio.to_thread(send, url, "ours", "pause"))["paused"] is True
+        with pytest.raises(ConfigError, match="401: wrong secret"):
+            await asyncio.to_thread(send, url, "guessed", "resume")
+        assert (await asyncio.to_thread(send, url, "ours", "state"))["paused"] is True
+        told = await asyncio.to_thread(send, url, "ours", "resume", version="step-5")
+        assert (told["paused"], told["version"]) == (False, "step-5")
+        with pytest.raises(ConfigError, match="400: mode 'now' is none of wait, abort, keep"):
+            await asyncio.to_thread(send, url, "ours", "pause", mode="now")
+
+
+async def test_the_secret_may_come_from_the_environment_and_without_one_the_door_is_shut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with VllmServer().run() as engine, serving(controlled(tmp_path, engine.url)) as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match="403: this process has no control secret: set POLAR_CONTROL_SECRET"):
+            await asyncio.to_thread(send, url, "", "pause")
+        monkeypatch.setenv("POLAR_CONTROL_SECRET", "theirs")
+        assert (await asyncio.to_thread(send, url, "theirs", "pause", mode="keep"))["paused"] is True
+
+
+async def test_a_paused_server_asks_its_engine_nothing_not_even_whether_it_is_well(stage: Stage, tmp_path: Path):
+    """A colocated engine sleeps then: the row that comes first waits with its start-up check."""
+    stage.gate.set()
+    async with VllmServer().run() as engine, serving(controlled(tmp_path, engine.url, control_secret="ours")) as port:
+        url = f"http://127.0.0.1:{port}"
+        await asyncio.to_thread(send, url, "ours", "pause")
+        async with asyncio.TaskGroup() as group:
+            posted = group.create_task(post(port, "/rollout", row()))
+            await asyncio.sleep(0.3)
+            assert engine.requests == []
+            await asyncio.to_thread(send, url, "ours", "resume")
+        status, answer = posted.result()
+        assert engine.requests
+    assert status == 200
+    assert "the test has no CLI" in masked(json.loads(answer))
+
+
+async def test_a_server_whose_rollouts_run_elsewhere_does_not_say_that_it_paused_them(tmp_path: Path):
+    async def elsewhere(row: Any) -> dict[str, Any]:
+        raise AssertionError(row)
+
+    async with VllmServer().run() as engine:
+        environment = environment_module.PolarEnvironment(configured(tmp_path, engine.url), elsewhere=elsewhere)
+        async with environment.opened():
+            status, told = await environment.order("POST", "/control/pause", b"{}")
+    assert (status, "workers" in told["error"]) == (501, True)

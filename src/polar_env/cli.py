@@ -1,4 +1,4 @@
-"""polar: demo | rollout | proxy | harness | rebuild | verify | export | dataset | recipe | submit | check | ..."""
+"""polar: demo | rollout | proxy | control | harness | rebuild | verify | export | dataset | recipe | submit | ..."""
 
 import argparse
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any
 
 from polar_env import cli_training
 from polar_env.config import PolarConfig, compose, environment, override
+from polar_env.control import ORDERS, send
 from polar_env.errors import ConfigError, PolarError
 from polar_env.export import FORMATS, Job
 from polar_env.gym import ROOT
@@ -74,6 +75,7 @@ def _standalone(commands: Any) -> None:
     """Parts of the line on their own."""
     alone = _command(commands, "proxy", _proxy, "serve the proxy on this machine until SIGINT or SIGTERM")
     alone.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
+    alone.add_argument("--control-port", type=int, help="also take a trainer's orders, on this port of 127.0.0.1")
     alone.add_argument("--session", action="append", help="open a session of this name; may be repeated")
     alone.add_argument("--harness", default="shell", help="whose marks tell calls apart (default: those of several)")
     _engine_options(alone)
@@ -86,6 +88,12 @@ def _standalone(commands: Any) -> None:
     tried.add_argument("--prompt", help="what to ask it (not graded), instead of a --task")
     tried.add_argument("--repo", type=Path, help="with --prompt: the folder it works on, shown copy-on-write")
     _line_options(tried)
+    orders = _command(commands, "control", _control, "hold, stop or date the generations of a polar process")
+    orders.add_argument("order", choices=ORDERS)
+    orders.add_argument("name", nargs="?", metavar="VERSION", help="of the weights: for version, and for resume")
+    orders.add_argument("--url", required=True, help="its control door; the secret is in POLAR_CONTROL_SECRET")
+    orders.add_argument("--mode", help="of pause: wait (default), abort or keep what runs")
+    orders.add_argument("--timeout", type=float, help="seconds to wait for an answer (default: as long as it takes)")
     back = _command(commands, "rebuild", _rebuild, "print what a session's durable log holds")
     back.add_argument("directory", type=Path, help="the session's folder under store.sessions")
     back.add_argument("overrides", nargs="*", help="hydra overrides, e.g. trajectory.delivery=longest")
@@ -185,7 +193,16 @@ def _proxy(arguments: argparse.Namespace) -> int:
     if len(_names(arguments.harness)) > 1:
         raise ConfigError("polar proxy tells calls apart by the marks of one --harness")
     names = arguments.session or ["session"]
-    asyncio.run(standalone.serve(_settings(arguments, "vllm"), names, arguments.port, _say))
+    config = _settings(arguments, "vllm")
+    asyncio.run(standalone.serve(config, names, arguments.port, _say, arguments.control_port))
+    return 0
+
+
+def _control(arguments: argparse.Namespace) -> int:
+    """The secret is no argument: every process of the machine can read those."""
+    fields = {"mode": arguments.mode, "version": arguments.name}
+    secret = environment("POLAR_CONTROL_SECRET")
+    print(json.dumps(send(arguments.url, secret, arguments.order, timeout=arguments.timeout, **fields)))
     return 0
 
 

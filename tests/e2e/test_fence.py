@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fence_helpers import until
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
 from polar_env.engine.scripted import ScriptedEngine
@@ -47,8 +48,7 @@ async def test_an_agent_that_waits_for_new_weights_longer_than_its_budget_finish
         running = group.create_task(rollout(job(config), proxy, config))
         await asyncio.wait_for(engine.second.wait(), 60)
         await proxy.fence.pause()
-        while not proxy.fence.state.held:  # noqa: ASYNC110 - the agent is at its command, and calls when it has ended
-            await asyncio.sleep(0.02)
+        await until(proxy.fence, held=1)  # the agent is at its command, and calls when it has ended
         await asyncio.sleep(BUDGET)
         proxy.fence.resume("step-2")
         result = await running

@@ -21,6 +21,7 @@ from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
 from polar_env.grade.swebench import grade
 from polar_env.gym import rows
 from polar_env.gym.contract import ContractError
+from polar_env.proxy import control
 from polar_env.proxy.server import ProxyServer
 from polar_env.reward import decide
 from polar_env.rollout import RolloutJob, harness_named, make_engine, rollout
@@ -118,6 +119,12 @@ class PolarEnvironment:
         """Nobody came back for this rollout: stop it, and forget its result."""
         self._forget(key, running)
         running.task.cancel()
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        """A trainer's order to the fence (``proxy.control``), from somebody who may give it: (HTTP status, JSON)."""
+        if self._elsewhere is not None:
+            return 501, {"error": "rollouts run in workers of the cluster, which take no orders yet"}
+        return await control.answer(self._proxy.fence, method, path, raw)
+
         if running.expiry is not None:
             running.expiry.cancel()
 
@@ -152,7 +159,7 @@ class PolarEnvironment:
             if self._refusal is not None and self._refusal[0] >= asked:
                 raise self._refusal[1]
             try:
-                facts = await self._engine.check()
+                facts = await self._proxy.fence.check()
             except PolarError as error:
                 self._refusal = (time.monotonic(), error)
                 raise

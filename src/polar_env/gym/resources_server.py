@@ -25,6 +25,10 @@ from polar_env.config import PolarConfig, StoreConfig, environment, load
 from polar_env.errors import ConfigError, PolarError
 from polar_env.gym.environment import PolarEnvironment
 from polar_env.gym.wire import encode
+from polar_env.proxy.control import SECRET, refusal
+
+if TYPE_CHECKING:
+    from polar_env.gym.workers import Fleet
 
 
 class PolarResourcesServerConfig(BaseResourcesServerConfig):
@@ -33,6 +37,9 @@ class PolarResourcesServerConfig(BaseResourcesServerConfig):
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
     polar: dict[str, Any] = Field(default_factory=dict)
+    control_secret: str = ""
+    """What a trainer that pauses rollouts here must know (``polar_env.control``); empty: POLAR_CONTROL_SECRET. With
+    neither, nobody may."""
 
 
 class PolarVerifyRequest(BaseVerifyRequest):
@@ -73,8 +80,17 @@ class PolarResourcesServer(SimpleResourcesServer):
         app.router.lifespan_context = lifespan
         app.post("/rollout")(run)
         self._environment = polar
+        async def control(request: Request) -> Response:
+            refused = refusal(
+                self.config.control_secret or environment(SECRET), request.headers.get("Authorization", "")
+            )
+            status, body = refused or await polar.order(request.method, request.url.path, await request.body())
+            return Response(orjson.dumps(body), status, media_type="application/json")
+
         return app
 
+        app.get("/control")(control)
+        app.post("/control/{order}")(control)
     async def verify(self, body: PolarVerifyRequest) -> PolarVerifyResponse:
         """Grade the row's patch again in a fresh sandbox. 422: it is no row of ours; 503: the grader failed."""
         row = body.model_dump()

@@ -20,15 +20,21 @@ from typing import Any, cast
 from polar_env.engine.fence import Fence, FenceState, Pause
 from polar_env.errors import BadRequest, boundary
 
+SECRET = "POLAR_CONTROL_SECRET"
+"""The variable that holds the secret, on both sides."""
 
-async def answer(
-    fence: Fence, secret: str, method: str, path: str, authorization: str, raw: bytes
-) -> tuple[int, dict[str, Any]]:
-    """(HTTP status, JSON body) of one request. An empty ``secret`` opens to nobody (403)."""
+
+def refusal(secret: str, authorization: str) -> tuple[int, dict[str, Any]] | None:
+    """The answer to a request that may not give orders; ``None`` when it may. An empty ``secret`` lets nobody in."""
     if not secret:
-        return 403, {"error": "this process has no control secret: set POLAR_CONTROL_SECRET where it starts"}
-    if not hmac.compare_digest(authorization.encode(), f"Bearer {secret}".encode()):
+        return 403, {"error": f"this process has no control secret: set {SECRET} where it starts"}
+    if not hmac.compare_digest(authorization.encode(errors="replace"), f"Bearer {secret}".encode()):
         return 401, {"error": "wrong secret: the control side has one of its own"}
+    return None
+
+
+async def answer(fence: Fence, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, JSON body) of one request that was let in."""
     try:
         state = await _obey(fence, f"{method} {path.rstrip('/')}", _fields(raw))
     except BadRequest as error:

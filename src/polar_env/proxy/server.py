@@ -135,9 +135,9 @@ class ProxyServer:
         """Serve a trainer's orders to the fence (``control``), and nothing else, on a socket no sandbox can reach."""
 
         async def obey(request: web.BaseRequest) -> web.StreamResponse:
-            offered = request.headers.get("Authorization", "")
-            status, body = await control.answer(
-                self.fence, secret, request.method, request.path, offered, await request.read()
+            refused = control.refusal(secret, request.headers.get("Authorization", ""))
+            status, body = refused or await control.answer(
+                self.fence, request.method, request.path, await request.read()
             )
             return web.json_response(body, status=status)
 
@@ -205,7 +205,7 @@ class ProxyServer:
         headers = {name.lower(): value for name, value in request.headers.items()}
         decoded, body = decode(dialect, f"{path}?{request.query_string}", headers, raw)
         if operation == "count_tokens":
-            return web.json_response(dialect.token_count(await session.engine.count_tokens(decoded)))
+            return web.json_response(dialect.token_count(await session.count_tokens(decoded)))
         send_in_full(request)
         try:
             with boundary(EngineError, "answering the harness"):
