@@ -121,7 +121,13 @@ class SandboxConfig(Group):
     provider: str = "bubblewrap"
     provider_options: dict[str, Any] = Field(default_factory=dict)
     memory_mib: int | None = None
+    """MiB of one sandbox, the files it writes to memory included. ``None``: half of the machine's, at most 16 GiB; 0: no
+    limit. An agent that uses them up is killed, and that is its own failure."""
     cpus: float | None = None
+    pids: int = 4096
+    """Processes and threads of one sandbox."""
+    disk_mib: int = 4096
+    """MiB that may be written to each file system of a sandbox, and the longest file. 0: no limit."""
 
 
 class BudgetConfig(Group):
@@ -132,10 +138,6 @@ class BudgetConfig(Group):
     agent: float = 1800.0
     grade: float = 1800.0
     finalise: float = 120.0
-    pids: int = 4096
-    """Processes and threads of one sandbox."""
-    disk_mib: int = 4096
-    """MiB that may be written to each file system of a sandbox, and the longest file. 0: no limit."""
 
 
 class TrajectoryConfig(Group):
@@ -174,6 +176,21 @@ class StoreConfig(Group):
     """Keep what each call was asked in its session's log, compressed and once. Only SFT export needs it."""
 
 
+class WorkersConfig(Group):
+    """conf/workers: where rollouts run. Alone, the server's own process runs them all."""
+
+    ray: bool = False
+    """One worker on every node of the Ray cluster the server belongs to; ``concurrency`` is then that of each."""
+    resource: str = ""
+    """Custom Ray resource a node must offer to get a worker (``ray start --resources``); empty: every node."""
+    retries: int = 1
+    """How often a rollout is started again because its worker or node was lost."""
+    wait: float = 300.0
+    """Seconds a row waits for a cluster without any node that serves."""
+    refresh: float = 5.0
+    """Seconds between two looks at the cluster for nodes that joined."""
+
+
 class PolarConfig(Group):
     """The whole configuration; conf/ groups mirror its fields one to one."""
 
@@ -185,6 +202,7 @@ class PolarConfig(Group):
     trajectory: TrajectoryConfig = TrajectoryConfig()
     reward: RewardConfig = RewardConfig()
     store: StoreConfig = StoreConfig()
+    workers: WorkersConfig = WorkersConfig()
     data: str = ""
     """Task rows: a parquet or JSONL path or folder, ``hub:<dataset name>``, ``embedded``, or empty (see tasks.rows)."""
     concurrency: int = 8

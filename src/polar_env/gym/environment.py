@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -38,6 +38,10 @@ REPOST_GRACE = 30.0
 (nemo_gym/server_utils.py, _request_with_retries); past the grace nobody wants the result and it is cancelled."""
 
 
+Elsewhere = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""A row in, its finished row out; raises PolarError."""
+
+
 class ClosedError(PolarError):
     """The server ended while the rollout ran."""
 
@@ -56,8 +60,12 @@ class _Running:
 class PolarEnvironment:
     """Use as ``async with PolarEnvironment(config).opened() as environment``; then ``await environment.run(row)``."""
 
-    def __init__(self, config: PolarConfig, repost_grace: float = REPOST_GRACE) -> None:
+    def __init__(
+        self, config: PolarConfig, repost_grace: float = REPOST_GRACE, elsewhere: Elsewhere | None = None
+    ) -> None:
+        """``elsewhere`` runs the rollouts (workers of a cluster); without it they run here."""
         self.config = config
+        self._elsewhere = elsewhere
         self._repost_grace = repost_grace
         self._engine: Engine = make_engine(config)
         self._proxy = ProxyServer(self._engine, config.proxy)
@@ -111,6 +119,12 @@ class PolarEnvironment:
         self._forget(key, running)
         return result
 
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        """A trainer's order to the fence (``proxy.control``), from somebody who may give it: (HTTP status, JSON)."""
+        if self._elsewhere is not None:
+            return 501, {"error": "rollouts run in workers of the cluster, which take no orders yet"}
+        return await control.answer(self._proxy.fence, method, path, raw)
+
     def _start(self, key: str, row: Mapping[str, Any], group: asyncio.TaskGroup) -> _Running:
         running = self._running[key] = _Running(group.create_task(self._answer(row)))
         return running
@@ -119,12 +133,6 @@ class PolarEnvironment:
         """Nobody came back for this rollout: stop it, and forget its result."""
         self._forget(key, running)
         running.task.cancel()
-    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
-        """A trainer's order to the fence (``proxy.control``), from somebody who may give it: (HTTP status, JSON)."""
-        if self._elsewhere is not None:
-            return 501, {"error": "rollouts run in workers of the cluster, which take no orders yet"}
-        return await control.answer(self._proxy.fence, method, path, raw)
-
         if running.expiry is not None:
             running.expiry.cancel()
 
@@ -137,6 +145,8 @@ class PolarEnvironment:
         """Queue for a slot (free), run, and turn the result into a row. Never raises but when it is cancelled."""
         posted = time.monotonic()
         try:
+            if self._elsewhere is not None:
+                return await self._elsewhere(row)
             async with self._slots:
                 queued = time.monotonic() - posted
                 await self._check()

@@ -5,9 +5,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -65,21 +65,21 @@ class PolarResourcesServer(SimpleResourcesServer):
     def setup_webserver(self) -> FastAPI:
         """The Gym routes plus /rollout; the environment lives as long as the application."""
         app = super().setup_webserver()
-        polar = PolarEnvironment(settings(self.config.polar, self.server_client.global_config_dict))
+        gym = self.server_client.global_config_dict
+        config = settings(self.config.polar, gym)
+        fleet = _fleet(config, gym)
+        polar = PolarEnvironment(config, elsewhere=fleet.run if fleet else None)
         outer = app.router.lifespan_context
 
         @asynccontextmanager
         async def lifespan(application: FastAPI) -> AsyncGenerator[Any]:
-            async with polar.opened(), outer(application) as state:
+            async with fleet.opened() if fleet else nullcontext(), polar.opened(), outer(application) as state:
                 yield state
 
         async def run(request: Request) -> Response:
             answer = await polar.run(_object(await request.body()))
             return Response(await asyncio.to_thread(encode, answer), media_type="application/json")
 
-        app.router.lifespan_context = lifespan
-        app.post("/rollout")(run)
-        self._environment = polar
         async def control(request: Request) -> Response:
             refused = refusal(
                 self.config.control_secret or environment(SECRET), request.headers.get("Authorization", "")
@@ -87,10 +87,13 @@ class PolarResourcesServer(SimpleResourcesServer):
             status, body = refused or await polar.order(request.method, request.url.path, await request.body())
             return Response(orjson.dumps(body), status, media_type="application/json")
 
-        return app
-
+        app.router.lifespan_context = lifespan
+        app.post("/rollout")(run)
         app.get("/control")(control)
         app.post("/control/{order}")(control)
+        self._environment = polar
+        return app
+
     async def verify(self, body: PolarVerifyRequest) -> PolarVerifyResponse:
         """Grade the row's patch again in a fresh sandbox. 422: it is no row of ours; 503: the grader failed."""
         row = body.model_dump()
@@ -99,6 +102,15 @@ class PolarResourcesServer(SimpleResourcesServer):
         except PolarError as error:
             raise HTTPException(422 if isinstance(error, ConfigError) else 503, str(error)) from error
         return PolarVerifyResponse.model_validate({**row, **graded})
+
+
+def _fleet(config: PolarConfig, gym: Mapping[str, Any]) -> "Fleet | None":
+    """The cluster's workers, when they are asked for; Ray is imported then and no sooner."""
+    if not config.workers.ray:
+        return None
+    from polar_env.gym.workers import Fleet  # noqa: PLC0415 - Ray takes seconds to import, and most servers need none
+
+    return Fleet(config, str(gym.get("ray_head_node_address") or ""))
 
 
 def _object(body: bytes) -> dict[str, Any]:

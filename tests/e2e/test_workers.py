@@ -1,0 +1,119 @@
+"""Rollouts over the nodes of a real Ray cluster: two on this machine, each with a raylet of its own."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from gym_helpers import PARAMS
+from polar_env.config import PolarConfig
+from polar_env.gym import contract
+from polar_env.gym.environment import PolarEnvironment
+from polar_env.gym.workers import Fleet
+from polar_env.tasks import rows as task_rows
+from rollout_helpers import adopting, settings, settled
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+TASKS = [task.task_id for task in task_rows.load("embedded")]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head that runs nothing, and two nodes that offer the resource ``polar``; all gone at the end."""
+    with ExitStack() as stack:
+        stack.enter_context(adopting())
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        stack.callback(made.shutdown)
+        for _ in range(2):
+            made.add_node(num_cpus=1, resources={"polar": 1})
+        ray.init(address=made.address, log_to_driver=False)
+        stack.callback(ray.shutdown)
+        yield made
+    assert settled(20) == []
+
+
+async def fleet_settings(tmp_path: Path, **groups: Any) -> PolarConfig:
+    workers = {"ray": True, "resource": "polar", "refresh": 0.5, "wait": 60.0}
+    return await settings(tmp_path, workers=workers, concurrency=4, **groups)
+
+
+def posted(task_id: str, index: int) -> dict[str, Any]:
+    return {"task_id": task_id, "_ng_rollout_index": index, "responses_create_params": PARAMS}
+
+
+async def test_rollouts_spread_over_the_nodes_and_every_row_is_valid(cluster: Cluster, tmp_path: Path):
+    config = await fleet_settings(tmp_path)
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+        rows = [posted(task, index) for task in TASKS for index in range(2)]
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(environment.run(row)) for row in rows]
+    answers = [task.result() for task in playing]
+    assert [contract.violations(answer) for answer in answers] == [[]] * len(rows)
+    assert [answer["reward"] for answer in answers] == [1.0] * len(rows), [
+        answer["polar"]["detail"] for answer in answers
+    ]
+    offering = {node["NodeID"] for node in ray.nodes() if "polar" in node["Resources"]}
+    assert {answer["polar"]["node"] for answer in answers} == offering
+
+
+def command(process: psutil.Process) -> str:
+    """Its command line; empty when it has just ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def workers_running() -> dict[int, int]:
+    """pid of each worker process of this cluster -> how many sandboxes run below it."""
+    found: dict[int, int] = {}
+    for process in psutil.Process().children(recursive=True):
+        if "ray::Worker" in command(process):
+            with suppress(psutil.Error):
+                found[process.pid] = sum("bwrap" in command(child) for child in process.children(recursive=True))
+    return found
+
+
+async def both_busy() -> dict[int, int]:
+    """Poll: other processes cannot tell this one that they are at work."""
+    async with asyncio.timeout(60):
+        while True:
+            found = await asyncio.to_thread(workers_running)
+            if len(found) == 2 and all(found.values()):
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def test_a_worker_killed_mid_run_loses_no_row_and_doubles_none(cluster: Cluster, tmp_path: Path):
+    config = await fleet_settings(tmp_path, engine={"scripts": ["fix"]})
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+        rows = [posted(task, index) for task in TASKS for index in range(4)]
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(environment.run(row)) for row in rows]
+            busy = await both_busy()
+            os.kill(min(busy), signal.SIGKILL)
+    answers = [task.result() for task in playing]
+    assert [contract.violations(answer) for answer in answers] == [[]] * len(rows)
+    assert [answer["reward"] for answer in answers] == [1.0] * len(rows), Counter(a["polar"]["detail"] for a in answers)
+    played = Counter(answer["polar"]["session_id"] for answer in answers)
+    assert len(played) == len(rows)
+    assert set(played.values()) == {1}
+
+
+async def test_a_cluster_without_a_fitting_node_gives_a_masked_row_that_says_so(cluster: Cluster, tmp_path: Path):
+    workers = {"ray": True, "resource": "gpu_sandbox", "wait": 0.5}
+    config = await settings(tmp_path, workers=workers)
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+        answer = await environment.run(posted(TASKS[0], 0))
+    assert contract.violations(answer) == []
+    assert answer["mask_sample"]
+    assert "gpu_sandbox" in answer["polar"]["detail"]

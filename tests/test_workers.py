@@ -1,0 +1,56 @@
+"""Which node of a cluster a row goes to. The cluster itself is in tests/e2e/test_workers.py."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_env.config import load
+from polar_env.errors import ConfigError
+from polar_env.gym.workers import CROWDED, Fleet, _Node, choose
+
+
+def cluster(*rows: int) -> tuple[_Node, ...]:
+    return tuple(_Node(f"node{at}", None, held) for at, held in enumerate(rows))
+
+
+def test_a_group_keeps_its_node_while_that_has_room():
+    nodes = cluster(0, 0, 0, 0)
+    homes = {task: choose({"task_id": task}, nodes).node_id for task in map(str, range(40))}
+    assert {choose({"task_id": task}, nodes[::-1]).node_id for task in homes} == set(homes.values())
+    assert all(choose({"task_id": task}, nodes[::-1]).node_id == home for task, home in homes.items())
+    assert len(set(homes.values())) == 4
+
+
+def test_harnesses_of_one_task_are_groups_of_their_own():
+    nodes = cluster(*[0] * 16)
+    homes = {choose({"task_id": "t", "harness": name}, nodes).node_id for name in ("codex", "pi", "claude_code")}
+    assert len(homes) > 1
+
+
+def test_a_lost_node_moves_only_its_own_groups():
+    nodes = cluster(0, 0, 0, 0, 0)
+    before = {task: choose({"task_id": task}, nodes) for task in map(str, range(60))}
+    left = nodes[1:]
+    moved = [task for task, home in before.items() if choose({"task_id": task}, left) is not home]
+    assert moved == [task for task, home in before.items() if home is nodes[0]]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.text(max_size=8))
+def test_no_node_is_given_more_than_its_share(rows: list[int], task: str):
+    nodes = cluster(*rows)
+    chosen = choose({"task_id": task}, nodes)
+    assert chosen.rows < CROWDED * (1 + sum(rows)) / len(rows) + 1
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_a_group_larger_than_a_node_spreads(siblings: int, size: int):
+    nodes = cluster(*[0] * size)
+    for _ in range(siblings):
+        choose({"task_id": "one"}, nodes).rows += 1
+    assert max(node.rows for node in nodes) <= CROWDED * siblings / size + 1
+
+
+async def test_a_server_without_a_cluster_says_how_to_get_one():
+    with pytest.raises(ConfigError, match="needs a Ray cluster"):
+        async with Fleet(load({"workers": {"ray": True}})).opened():
+            pass
