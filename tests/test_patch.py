@@ -130,14 +130,14 @@ async def test_modes_and_links_are_part_of_the_patch(sandbox: Sandbox, prepared:
 async def test_no_hook_filter_or_text_conversion_of_the_agent_runs(sandbox: Sandbox, prepared: Prepared) -> None:
     patch = await after(
         sandbox, prepared,
-        f"{EDIT}; for h in pre-commit post-index-change; do printf '#!/bin/sh\\ntouch /tmp/ran' > .git/hooks/$h; "
-        "chmod +x .git/hooks/$h; done; git config filter.x.clean 'touch /tmp/ran; cat'; "
-        "git config diff.x.textconv 'touch /tmp/ran; cat'; echo '*.py filter=x diff=x' > .git/info/attributes; "
-        "printf '[core]\\n\\thooksPath = .git/hooks\\n[alias]\\n\\tadd = !touch /tmp/ran\\n' > ~/.gitconfig",
+        f"{EDIT}; for h in pre-commit post-index-change; do printf '#!/bin/sh\\ntouch ~/ran' > .git/hooks/$h; "
+        "chmod +x .git/hooks/$h; done; git config filter.x.clean 'touch ~/ran; cat'; "
+        "git config diff.x.textconv 'touch ~/ran; cat'; echo '*.py filter=x diff=x' > .git/info/attributes; "
+        "printf '[core]\\n\\thooksPath = .git/hooks\\n[alias]\\n\\tadd = !touch ~/ran\\n' > ~/.gitconfig",
     )  # fmt: skip
     assert b"+    return 2" in patch
     with pytest.raises(SandboxError):
-        await sandbox.read("/tmp/ran")
+        await sandbox.read("/home/agent/ran")
 
 
 async def test_the_same_change_gives_the_same_bytes(prepared: Prepared) -> None:

@@ -1,8 +1,12 @@
 """The sandbox: what an agent sees, what it cannot do, how it ends."""
 
 import asyncio
+import errno
+import json
 import os
+import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +21,7 @@ from nemo_gym.sandbox.providers.registry import _PROVIDER_REGISTRY
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import SandboxError
-from polar_env.sandbox import Box, cgroups, process, seccomp, trees
+from polar_env.sandbox import Box, cgroups, limits, process, seccomp, trees
 from polar_env.sandbox.bubblewrap import BubblewrapCreateError, BubblewrapProvider, bwrap_path
 from polar_env.sandbox.sandbox import Foreign, docker_pid, open_sandbox
 from sandbox_helpers import PlainProvider, box_of, config, host_processes, until_gone, until_running
@@ -256,6 +260,129 @@ async def test_the_kernel_is_out_of_reach(repo: Path) -> None:
     assert _kernel_facts() == before
 
 
+_ESCAPES = """
+import ctypes, os, resource
+try: print("limits", resource.prlimit(1, resource.RLIMIT_CPU, (1, 1)))
+except OSError as e: print("limits", e.errno)
+for name in ("fd/0", "fd/1", "mem", "environ"):
+    for mode in (os.O_RDONLY, os.O_WRONLY):
+        try: os.open(f"/proc/1/{name}", mode); print(name, "opened")
+        except OSError as e: print(name, e.errno)
+resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
+print("own", resource.prlimit(0, resource.RLIMIT_CPU))
+"""
+
+
+async def test_the_init_is_out_of_the_agents_reach(repo: Path) -> None:
+    """Same uid, so by default its memory, standard input and limits were the agent's: enough to end the sandbox, and
+    a sandbox that dies masks its rollout."""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        tried = await sandbox.exec(["/usr/bin/python3", "-c", _ESCAPES], timeout=10)
+        assert tried.stdout.decode().splitlines() == [
+            f"limits {errno.EPERM}",
+            *(f"{name} {errno.EACCES}" for name in ("fd/0", "fd/1", "mem", "environ") for _ in "rw"),
+            "own (50, 50)",
+        ]
+        await sandbox.exec(sh("kill -9 1; kill -9 -1"), timeout=10)
+        assert (await sandbox.exec(["echo", "alive"], timeout=10)).stdout == b"alive\n"
+
+
+_SOCKETS = """
+import socket, sys
+for word in sys.argv[1:]:
+    family, _, protocol = word.partition(":")
+    try: socket.socket(getattr(socket, family), socket.SOCK_DGRAM, int(protocol or 0)).close(); print("made")
+    except OSError as error: print(error.errno)
+print(len(socket.if_nameindex()))
+"""
+
+
+async def test_only_the_socket_families_a_program_needs_exist(repo: Path) -> None:
+    """vsock is not bound by network namespaces: it leads to the hypervisor."""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+
+        async def made(*names: str) -> list[str]:
+            return (
+                (await sandbox.exec(["/usr/bin/python3", "-c", _SOCKETS, *names], timeout=10)).stdout.decode().split()
+            )
+
+        assert await made("AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK") == ["made"] * 4 + ["1"]
+        refused = str(errno.EAFNOSUPPORT)
+        assert await made("AF_VSOCK", "AF_PACKET", "AF_ALG", "AF_CAN", "AF_TIPC") == [refused] * 5 + ["1"]
+        assert await made("AF_NETLINK:9", "AF_NETLINK:15") == [refused] * 2 + ["1"], "audit and uevents"
+
+
+_CALLS = """
+import ctypes, json, sys
+libc = ctypes.CDLL(None, use_errno=True)
+left = []
+for name, number in json.loads(sys.argv[1]).items():
+    ctypes.set_errno(0)
+    libc.syscall(number, 0, 0, 0, 0, 0, 0)
+    if ctypes.get_errno() != 1:
+        left.append((name, ctypes.get_errno()))
+print(left)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in seccomp.REFUSED, reason="no system-call table for this machine")
+async def test_every_refused_call_is_refused(repo: Path) -> None:
+    calls = json.dumps(seccomp.REFUSED[platform.machine()])
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        ran = await sandbox.exec(["/usr/bin/python3", "-c", _CALLS, calls], timeout=10)
+    assert ran.stdout == b"[]\n"
+
+
+async def test_what_runs_after_the_agent_is_the_hosts_and_cannot_be_changed(repo: Path) -> None:
+    attempts = [
+        "echo /tmp/x.so > /etc/ld.so.preload",
+        "mv /bin /bin2",
+        "mkdir /lib64/x",
+        "mkdir /root",
+        "touch /usr/local/x",
+        "rm /dev/null",
+        "rm -rf /usr/bin/git",
+        "mknod /tmp/d c 1 3",
+        "mount --bind /tmp /usr/bin",
+    ]
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        for attempt in attempts:
+            assert (await sandbox.exec(sh(attempt), timeout=10)).code != 0, attempt
+        await sandbox.exec(
+            sh("mkdir -p /tmp/ours; cp /usr/bin/false /tmp/git; export PATH=/tmp:$PATH; touch kept"), timeout=10
+        )
+        await sandbox.kill()
+        after = await sandbox.exec(sh("ls -A /tmp; ls; echo x > /tmp/mine && command -v git"), timeout=10)
+        assert (after.stdout, after.stderr) == (b"kept\npkg\n/usr/bin/git\n", b"")
+        assert await sandbox.read("/tmp/git"), "files are read where the agent left them"
+
+
+_PACKAGES = """
+import json, pathlib, ssl, sqlite3, sys
+folders = [path for pattern in ("lib*/python*/*-packages", "share/python-wheels", "local", "src")
+           for path in pathlib.Path("/usr").glob(pattern)]
+print(len(folders), [str(path) for folder in folders for path in folder.iterdir()])
+"""
+
+
+async def test_python_packages_of_the_host_are_not_the_agents_to_read(repo: Path) -> None:
+    """The interpreter and its library work without them."""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        seen = await sandbox.exec(["/usr/bin/python3", "-c", _PACKAGES], timeout=30)
+    folders, _, packages = seen.stdout.decode().strip().partition(" ")
+    assert int(folders) >= 1
+    assert packages == "[]"
+
+
+async def test_the_kernels_tables_of_the_host_are_empty(repo: Path) -> None:
+    names = "partitions diskstats swaps modules interrupts kallsyms cmdline kmsg config.gz iomem"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        seen = await sandbox.exec(
+            sh(f"cd /proc; for name in {names}; do head -c 1 $name 2>/dev/null; done"), timeout=10
+        )
+    assert seen.stdout.strip() == b""
+
+
 def test_the_filter_is_well_formed_for_each_machine_we_know() -> None:
     for machine in ("x86_64", "aarch64"):
         code = seccomp.program(machine)
@@ -334,6 +461,36 @@ async def test_a_fork_bomb_is_no_match_for_kill(repo: Path) -> None:
         await sandbox.exec(sh(bomb), timeout=10)
         await sandbox.kill()
         assert host_processes("7004.25") == []
+
+
+async def test_an_agent_that_shoots_our_helpers_is_killed_all_the_same(repo: Path) -> None:
+    killer = "import os, signal\nwhile True:\n    try: os.kill(-1, signal.SIGKILL)\n    except ProcessLookupError: pass"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        result = await sandbox.exec(["/usr/bin/python3", "-c", killer, "7011.25"], timeout=0.5)
+        assert (result.code, result.timed_out) == (None, True)
+        await sandbox.kill()
+        assert host_processes("7011.25") == []
+        assert await sandbox.read("pkg/a.txt") == b"one\n"
+
+
+async def test_an_agent_that_takes_the_mark_off_its_processes_ends_at_the_timeout_too(repo: Path) -> None:
+    unmark = "import os, resource, sys; resource.setrlimit(10, (0, 0)); os.execvp('sleep', ['sleep', '7012.25'])"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        result = await sandbox.exec(["/usr/bin/python3", "-c", unmark], timeout=0.5)
+        assert (result.code, result.timed_out) == (None, True)
+        assert await until_gone("7012.25")
+        assert (await sandbox.exec(["cat", "pkg/a.txt"], timeout=10)).stdout == b"one\n"
+
+
+async def test_commands_after_a_kill_have_their_own_timeout_and_leave_nothing(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.kill()
+        late = await sandbox.exec(sh("echo part; (setsid sleep 7013.25 &); sleep 7013.25"), timeout=0.5)
+        assert (late.code, late.timed_out, late.stdout) == (None, True, b"part\n")
+        assert await until_gone("7013.25")
+        await sandbox.exec(sh("setsid sleep 7013.25 >/dev/null 2>&1 & echo x > after"), timeout=10)
+        assert await until_gone("7013.25"), "what such a command leaves behind ends with it"
+        assert await sandbox.read("after") == b"x\n"
 
 
 async def test_closing_kills_what_detached_itself(repo: Path) -> None:
@@ -443,8 +600,88 @@ async def test_memory_over_the_limit_is_killed_and_the_sandbox_stays(repo: Path)
         assert result.stdout != b"209715200\n"
         folders = sandbox.groups.folders
         assert folders
-        assert (await sandbox.exec(["echo", "alive"], timeout=10)).stdout == b"alive\n"
+        assert result.out_of_memory
+        alive = await sandbox.exec(["echo", "alive"], timeout=10)
+        assert (alive.stdout, alive.out_of_memory) == (b"alive\n", False)
     assert not any(folder.exists() for folder in folders)
+
+
+@needs_cgroups
+async def test_files_written_to_memory_count_and_a_full_sandbox_can_still_be_read(repo: Path) -> None:
+    async with open_sandbox(box_of(repo, memory_mib=64), config()) as sandbox:
+        full = await sandbox.exec(sh("echo kept > kept; sync; head -c 200m /dev/zero > big"), timeout=60)
+        assert full.out_of_memory
+        await sandbox.kill()
+        assert (await sandbox.exec(["cat", "kept"], timeout=10)).stdout == b"kept\n"
+
+
+@needs_cgroups
+async def test_processes_have_a_limit(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), SandboxConfig(pids=20)) as sandbox:
+        fork = "import os, signal\nwhile os.fork(): pass\nsignal.pause()"
+        many = await sandbox.exec(["/usr/bin/python3", "-c", fork, "7014.25"], timeout=20)
+        assert b"BlockingIOError" in many.stderr
+        assert len(host_processes("7014.25")) == 19
+        await sandbox.kill()
+        assert host_processes("7014.25") == []
+
+
+async def test_every_place_that_can_be_written_has_a_limit(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), SandboxConfig(disk_mib=2)) as sandbox:
+        for place in ("/testbed", "/tmp", "/home/agent", "/run", "/dev/shm", "/var/tmp"):
+            name = f"{place}/big"
+            over = await sandbox.exec(
+                sh(f"head -c 1500k /dev/zero > {name} && head -c 1500k /dev/zero > {name}2"), timeout=10
+            )
+            assert b"No space left" in over.stderr, (place, over)
+            await sandbox.exec(sh(f"rm -f {name}*"), timeout=10)
+        long = await sandbox.exec(sh("truncate -s 3M sparse"), timeout=10)
+        assert long.code == 128 + signal.SIGXFSZ
+        files = await sandbox.exec(sh("cd /testbed && seq 3000 | xargs touch"), timeout=10)
+        assert b"No space left" in files.stderr, "files cost memory too"
+
+
+async def test_nothing_is_limited_where_the_configuration_says_so(repo: Path) -> None:
+    async with open_sandbox(box_of(repo), SandboxConfig(disk_mib=0, memory_mib=0)) as sandbox:
+        assert sandbox.groups.held <= {"pids"}
+        assert (await sandbox.exec(sh("ulimit -f"), timeout=10)).stdout == b"unlimited\n"
+
+
+def test_without_being_told_a_sandbox_gets_half_of_the_machine_and_never_more_than_a_test_suite_needs() -> None:
+    def machine(mib: int) -> str:
+        return f"MemTotal:       {mib * 1024} kB\nMemFree:       1 kB\n"
+
+    assert limits.fair_memory(machine(8192), own=0) == 4096
+    assert limits.fair_memory(machine(512_000), own=0) == limits.MOST_MEMORY
+    assert limits.fair_memory(machine(512_000), own=3000) == 1500, "a container's own limit counts"
+    assert 1 <= limits.fair_memory() <= limits.MOST_MEMORY
+
+
+def test_where_no_control_group_holds_a_limit_each_process_has_it() -> None:
+    wanted = limits.Limits(memory_mib=100, pids=50, disk_mib=10)
+    file, data, processes = resource.RLIMIT_FSIZE, resource.RLIMIT_DATA, resource.RLIMIT_NPROC
+    assert wanted.rlimits(cgroups.Cgroups()) == [(file, 10 << 20), (data, 100 << 20), (processes, 50)]
+    assert wanted.rlimits(cgroups.Cgroups(held=frozenset({"memory", "pids"}))) == [(file, 10 << 20)]
+    assert limits.Limits().rlimits(cgroups.Cgroups()) == []
+
+
+def test_our_own_limit_is_read_from_either_version(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "me").mkdir(parents=True)
+    (tmp_path / "memory" / "me" / "memory.limit_in_bytes").write_text(str(300 << 20))
+    assert cgroups.own_memory(tmp_path, "4:memory:/me\n") == 300
+    (tmp_path / "slice").mkdir()
+    (tmp_path / "slice" / "cgroup.controllers").write_text("memory\n")
+    for text, wanted in (("max\n", None), (f"{200 << 20}\n", 200)):
+        (tmp_path / "slice" / "memory.max").write_text(text)
+        assert cgroups.own_memory(tmp_path, "0::/slice\n") == wanted
+    assert cgroups.own_memory(tmp_path, "") is None
+
+
+def test_kills_for_memory_are_counted_in_either_version(tmp_path: Path) -> None:
+    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert cgroups.Cgroups((tmp_path,)).oom_kills() == 3
+    (tmp_path / "memory.events").write_text("low 0\noom 2\noom_kill 2\noom_group_kill 0\n")
+    assert cgroups.Cgroups((tmp_path,)).oom_kills() == 5
 
 
 @needs_cgroups
@@ -482,6 +719,8 @@ def test_version_one_groups_lie_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_cannot_be_held_is_an_error_only_when_asked_for(tmp_path: Path) -> None:
+    own_choice = cgroups.limit("polar-x", 100, None, root=tmp_path, membership="0::/\n", pids=5, automatic=True)
+    assert (own_choice.folders, own_choice.held) == ((), frozenset())
     assert cgroups.limit("polar-x", None, None, root=tmp_path, membership="").folders == ()
     with pytest.raises(SandboxError, match=r"memory.*sandbox\.memory_mib"):
         cgroups.limit("polar-x", 100, None, root=tmp_path, membership="0::/\n")

@@ -290,6 +290,7 @@ async def _play(
         stdout=result.stdout,
         stderr=result.stderr,
         timed_out=result.timed_out,
+        out_of_memory=result.out_of_memory,
         seconds=time.monotonic() - started,
     )
 
@@ -314,6 +315,7 @@ async def _exec(launch: Launch, sandbox: Sandbox, timeout: float) -> HarnessExit
         stdout=result.stdout.decode("utf-8", "replace"),
         stderr=result.stderr.decode("utf-8", "replace"),
         timed_out=result.timed_out,
+        out_of_memory=result.out_of_memory,
         seconds=result.seconds,
     )
 
@@ -363,7 +365,9 @@ def _outcome(ending: _Ending, session: Session, sealed: SealedLedger, harness: H
         return CaptureError.outcome, "; ".join(f"{hole.kind.value}: {hole.detail}" for hole in sealed.holes[:3])
     if report.outcome is Outcome.AGENT_ERROR and session.refused is not None:
         return report.outcome, f"{report.detail}; requests refused: {session.usage.refused}, first: {session.refused}"
-    return report.outcome, report.detail
+    starved = ending.exit.out_of_memory and report.outcome is not Outcome.COMPLETED
+    detail = f"out of memory (sandbox.memory_mib): {report.detail}" if starved else report.detail
+    return report.outcome, detail
 
 
 def _tail(exit: HarnessExit, size: int = 400) -> str:

@@ -402,6 +402,8 @@ class HarnessExit:
     stderr: str
     timed_out: bool = False
     seconds: float = 0.0
+    out_of_memory: bool = False
+    """The kernel killed a process of it at the sandbox's memory limit."""
 
 
 @dataclass(frozen=True, slots=True)

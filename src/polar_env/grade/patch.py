@@ -82,14 +82,22 @@ git write-tree > "$GIT_DIR/polar-baseline"
 git repack -adq
 rm -rf "$GIT_DIR/hooks"
 """
+not_more() {
+    [ "$1" -le "$2" ] || { echo "over $2 $3" >&2; exit 8; }
+}
+own() { find . -path ./.git -prune -o "$@"; }
+closed=$(own -type d ! -perm -700 -exec chmod u+rwx {} \; -printf x | head -c 1001 | wc -c)
+not_more "$closed" 1000 'closed directories'
+not_more "$(own -printf x | head -c 100001 | wc -c)" 100000 'files'
 _EXTRACT = r"""
 rm -rf "$GIT_DIR"
 set -e
 mkdir -p "$GIT_DIR"
 tar -C "$GIT_DIR" -xf -
 find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
-find . -type d ! -perm -700 -exec chmod u+rwx {} \; || :
-find . -type f ! -perm -400 -exec chmod u+r {} + || :
+own -type f ! -perm -400 -exec chmod u+r {} + || :
+sizes() { own \( -name node_modules -o -name .venv \) -prune -o -type f -printf '%s\n'; }
+not_more "$(sizes | awk '{s += $1} END {print int(s / 1048576)}')" 1024 MiB
 base=$(cat "$GIT_DIR/polar-baseline") || exit 9
 for name in build dist; do
     git cat-file -e "$base:$name" 2>/dev/null || set -- "$@" ":(exclude,top)$name"
@@ -99,7 +107,11 @@ tree=$(git write-tree)
 exec git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-renames --no-color \
     --no-indent-heuristic --src-prefix=a/ --dst-prefix=b/ "$base" "$tree"
 """
-"""Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch."""
+"""Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch.
+
+What the agent left is measured first: a sparse file of 200 GB or a million directories would use up the time of this
+script, which masks, and an agent must not be able to mask its failures. The largest repository of SWE-bench has 20,000
+files of 300 MB."""
 _OURS = 9
 """Exit code of that script when the baseline, which is ours, is broken; everything else is the tree the agent left."""
 _LEFT_OUT = tuple(f":(exclude,glob)**/{name}{below}" for name in _JUNK for below in ("", "/**"))

@@ -67,7 +67,7 @@ class Bubble:
 
     def _spec(self, do: str, spaces: Joined | None = None, **more: Any) -> dict[str, Any]:
         """What the helper is told: by default to work among the agent's processes, alone once they were killed."""
-        place = spaces or (self._spaces.alone() if self.killed else self._spaces.alive())
+        place = spaces or (self._spaces.alone(scratch=do == "exec") if self.killed else self._spaces.alive())
         inside = spaces is None and not self.killed
         return {"do": do, "spaces": place, "cgroups": self.groups.procs if inside else (), **more}
 
@@ -133,11 +133,12 @@ class Bubble:
 
         Commands of ours may follow: they find the files, a /tmp of their own, and no /proc.
         """
-        if self._spaces and not self.killed:
-            self.killed = True
-            self._signal()
-            if not await asyncio.to_thread(trees.wait_pidfd, self.pidfd, FILE_TIMEOUT):
-                raise SandboxError("the sandbox's processes cannot be killed: the kernel holds one of them")
+        if not self.running:
+            raise SandboxError("the sandbox is closed, or its init has died")
+        self.killed = True
+        self._signal()
+        if not await asyncio.to_thread(trees.wait_pidfd, self.pidfd, FILE_TIMEOUT):
+            raise SandboxError("the sandbox's processes cannot be killed: the kernel holds one of them")
 
     async def seal(self) -> None:
         """Bound the writable layer and close the root: what runs after the agent is the host's, read-only."""

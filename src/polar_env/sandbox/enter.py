@@ -31,6 +31,7 @@ _PRIVATE, _SCRATCH = ctypes.c_ulong(0x4000 | 0x40000), ctypes.c_ulong(0x2 | 0x4)
 """MS_REC | MS_PRIVATE, and MS_NOSUID | MS_NODEV (linux/mount.h)."""
 _ROOT, _SIZED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2 | 0x4), ctypes.c_ulong(0x20 | 0x2 | 0x4)
 """A read-only bind of a mount without devices, and new options for a whole filesystem."""
+_CLONE_NEWNS = 0x00020000
 _SIOCADDRT, _RTF_UP = 0x890B, 1  # linux/sockios.h, linux/route.h
 _OOM_SCORE = b"500"
 """When the machine runs out of memory the kernel takes an agent's process before a trainer's."""
@@ -61,14 +62,14 @@ def enter(spaces: list[list[int]]) -> None:
         if _libc.setns(space, kind) if space >= 0 else _libc.unshare(kind):
             code = ctypes.get_errno()
             raise OSError(code, f"setns: {os.strerror(code)}")
-        if space < 0:
+        if space < 0 and kind & _CLONE_NEWNS:
             _own_scratch()
 
 
 def _own_scratch() -> None:
     """A /tmp of our own: the sandbox's may be full, or hold what the agent left there for us."""
     _mount("none", "/", "", _PRIVATE, "")
-    _mount("tmpfs", "/tmp", "tmpfs", _SCRATCH, "mode=1777")  # noqa: S108 - the sandbox's, in a mount namespace of ours
+    _mount("tmpfs", "/tmp", "tmpfs", _SCRATCH, "mode=1777,size=2g")  # noqa: S108 - the sandbox's, in a mount namespace of ours
 
 
 def _mount(source: str, target: str, kind: str, flags: ctypes.c_ulong, options: str) -> None:

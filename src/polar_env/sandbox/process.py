@@ -22,7 +22,7 @@ _HELPER = Path(__file__).with_name("enter.py")
 DRAIN_GRACE = 0.5
 """Seconds that output still counts after the command ended: a background child may hold the pipe for ever."""
 
-STOP_GRACE = 5.0
+STOP_GRACE = 2.0
 """Seconds a command may take to be gone after it was killed."""
 
 
@@ -166,6 +166,7 @@ async def run(
         finally:
             if process.returncode is None:
                 process.kill()  # our own cancellation: the helper's death takes the command with it
+                await asyncio.shield(process.wait())
         await asyncio.wait((out.ended, err.ended), timeout=DRAIN_GRACE)
         code = None if timed_out else _answer(status.kept)
         return ExecResult(code, out.kept, err.kept, timed_out, time.monotonic() - started)

@@ -25,7 +25,7 @@ _FROM_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/
               "ca-certificates", "ca-certificates.conf", "pki/tls/certs", "pki/ca-trust/extracted", "protocols",
               "services", "mime.types")  # fmt: skip
 _PACKAGES = ("lib*/python*/dist-packages", "lib*/python*/site-packages", "lib*/pypy*/dist-packages",
-             "share/python-wheels", "src")  # fmt: skip
+             "share/python-wheels", "src", "lib/google-cloud-sdk", "share/google-cloud-sdk")  # fmt: skip
 # In a user namespace our own uid stays the owner of the kernel's files: what root could write or read is covered.
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "mtrr")
 _PROC_HIDDEN = ("kcore", "keys", "key-users", "kmsg", "timer_list", "sched_debug", "config.gz", "kallsyms", "iomem",

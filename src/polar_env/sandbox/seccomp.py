@@ -34,11 +34,10 @@ _REFUSED_AARCH64 = {
     "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
     "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443,
 }  # fmt: skip
-_TABLES = {
-    "x86_64": (0xC000003E, _REFUSED_X86_64, 41, 302),
-    "aarch64": (0xC00000B7, _REFUSED_AARCH64, 198, 261),
-}
-"""AUDIT_ARCH_, the refused calls, and the numbers of socket and prlimit64."""
+REFUSED = {"x86_64": _REFUSED_X86_64, "aarch64": _REFUSED_AARCH64}
+"""Machine -> refused call -> its number."""
+_TABLES = {"x86_64": (0xC000003E, 41, 302), "aarch64": (0xC00000B7, 198, 261)}
+"""Machine -> AUDIT_ARCH_, and the numbers of socket and prlimit64."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6: what a program that works on files and talks to its model needs. Every other family is a
 way out of the network namespace (vsock reaches the hypervisor) or a rarely used part of the kernel (packet, alg)."""
@@ -85,8 +84,8 @@ def program(machine: str | None = None) -> bytes:
     table = _TABLES.get(machine or platform.machine())
     if table is None:
         return b""
-    arch, calls, socket, prlimit = table
-    listing = _listing(arch, calls.values(), socket, prlimit)
+    arch, socket, prlimit = table
+    listing = _listing(arch, REFUSED[machine or platform.machine()].values(), socket, prlimit)
     places = {label: at for at, (label, _) in enumerate(listing) if label}
     ops: list[bytes] = []
     for at, (_, (code, value, yes, no)) in enumerate(listing):

@@ -48,9 +48,9 @@ class Spaces:
             (self.user, NEWUSER),
         ]
 
-    def alone(self) -> Joined:
-        """The same files and network, a /tmp of our own, and nobody else."""
-        return [*self.alive()[:-2], (-1, NEWPID | NEWNS), (self.user, NEWUSER)]
+    def alone(self, scratch: bool) -> Joined:
+        """The same files and network, and nobody else; with ``scratch`` a /tmp of our own instead of the agent's."""
+        return [*self.alive()[:-2], (-1, NEWPID | NEWNS if scratch else NEWPID), (self.user, NEWUSER)]
 
     def mounts(self) -> Joined:
         """The mounts, with the power to change them."""
