@@ -13,15 +13,23 @@ from aiohttp import web
 
 @dataclass
 class Tap:
-    """``url`` is the engine as seen through the tap; ``replies`` the bodies of generations, in order of their end."""
+    """``url`` is the engine as seen through the tap; ``replies`` the bodies of generations, in order of their end, each
+    with what was asked."""
 
     upstream: str
     url: str = ""
-    replies: list[bytes] = field(default_factory=list)
+    replies: list[tuple[bytes, bytes]] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Goes on top of the sampling parameters of generations asked for by ids."""
 
     def generations(self) -> list[tuple[array, array, array]]:
         """(prompt ids, sampled ids, log-probs) of each reply, read from the raw bytes without polar_env's help."""
-        return [_tensors(list(_chunks(reply))) for reply in self.replies]
+        return [_tensors(json.loads(asked), list(_chunks(reply))) for asked, reply in self.replies]
+
+    @property
+    def given_ids(self) -> int:
+        """How many of the generations were asked for by ids."""
+        return sum("token_ids" in json.loads(asked) for asked, _ in self.replies)
 
 
 @contextlib.asynccontextmanager
@@ -32,7 +40,7 @@ async def tapped(upstream: str) -> AsyncGenerator[Tap]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
 
         async def forward(request: web.Request) -> web.StreamResponse:
-            body = await request.read()
+            body = _with(await request.read(), request.path, tap.sampling)
             headers = {"Content-Type": request.content_type, "Authorization": request.headers.get("Authorization", "")}
             target = upstream.removesuffix("/v1") + request.path_qs
             async with client.request(request.method, target, data=body, headers=headers) as answer:
@@ -42,8 +50,8 @@ async def tapped(upstream: str) -> AsyncGenerator[Tap]:
                 async for piece in answer.content.iter_any():
                     kept += piece
                     await response.write(piece)
-                if request.path.endswith("/chat/completions"):
-                    tap.replies.append(bytes(kept))
+                if request.path.endswith(("/chat/completions", "/inference/v1/generate")):
+                    tap.replies.append((body, bytes(kept)))
                 return response
 
         app.router.add_route("*", "/{tail:.*}", forward)
@@ -57,6 +65,13 @@ async def tapped(upstream: str) -> AsyncGenerator[Tap]:
             await runner.cleanup()
 
 
+def _with(body: bytes, path: str, sampling: dict[str, Any]) -> bytes:
+    if not sampling or not path.endswith("/inference/v1/generate"):
+        return body
+    asked = json.loads(body)
+    return json.dumps({**asked, "sampling_params": {**asked["sampling_params"], **sampling}}).encode()
+
+
 def _chunks(reply: bytes) -> Iterator[dict[str, Any]]:
     if not reply.startswith(b"data:"):
         yield json.loads(reply)
@@ -66,8 +81,9 @@ def _chunks(reply: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _tensors(chunks: list[dict[str, Any]]) -> tuple[array, array, array]:
-    prompt, sampled, log_probs = array("i"), array("i"), array("f")
+def _tensors(asked: dict[str, Any], chunks: list[dict[str, Any]]) -> tuple[array, array, array]:
+    """A prompt sent as ids is what was sent; one sent as messages is what the engine says it was."""
+    prompt, sampled, log_probs = array("i", asked.get("token_ids", ())), array("i"), array("f")
     for chunk in chunks:
         prompt.extend(chunk.get("prompt_token_ids") or ())
         for choice in chunk.get("choices", ()):
