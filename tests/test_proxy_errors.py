@@ -12,7 +12,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 
-from dialect_helpers import ask, read_anthropic, read_chat, read_gemini, read_responses, split_turns
+from dialect_helpers import ask, events, read_anthropic, read_chat, read_gemini, read_responses, split_turns
 from polar_env.capture import Ledger
 from polar_env.config import ProxyConfig
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
@@ -23,7 +23,7 @@ from polar_env.proxy.chat import Chat
 from polar_env.proxy.gemini import Gemini
 from polar_env.proxy.responses import Responses
 from polar_env.proxy.server import ProxyServer
-from polar_env.types import AssistantTurn, CallRecord, Delta, EngineReply, Usage
+from polar_env.types import AssistantTurn, CallRecord, Delta, EngineReply, StopReason, Usage
 from proxy_helpers import PlayedEngine, Stage, open_session, say, stage
 
 APIS = ("anthropic", "chat", "responses", "gemini")
@@ -273,6 +273,35 @@ async def answered(dialect: Dialect, turn: AssistantTurn, deltas: list[Delta]) -
                     streamed += part
             plain = json.loads(json.dumps(dialect.reply(request, await attempt.answer(), "c")))
         return (await session.close()).records[0], streamed, plain
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("cached", "told"), [(0, 0), (6, 6), (7, 7), (900, 7)])
+async def test_what_was_cached_is_a_part_of_the_prompt_whatever_the_engine_says(
+    api: str, cached: int, told: int
+) -> None:
+    kind, read = READERS[api]
+    turn = AssistantTurn("hello", (), StopReason.STOP, Usage(7, 5, cached))
+    _, streamed, plain = await answered(kind(), turn, [])
+    assert usage_of(api, read(streamed)) == usage_of(api, plain) == Usage(7, 5, told)
+
+
+async def test_a_client_that_adds_up_both_events_of_a_replay_counts_the_prompt_once() -> None:
+    """Claude Code takes each count of the last event that is not 0, and else keeps the first event's."""
+    turn = AssistantTurn("hello", (), StopReason.STOP, Usage(7, 5, 6))
+    encoder = Anthropic().encoder(ask(Anthropic()), "c", prompt_tokens=7)
+    wire = encoder.start() + b"".join(encoder.finish(turn))
+    first, last = (event for kind, event in events(wire) if kind in ("message_start", "message_delta"))
+    counts = {**first["message"]["usage"], **{name: count for name, count in last["usage"].items() if count}}
+    assert counts["input_tokens"] + counts["cache_read_input_tokens"] == 7
+
+
+async def test_tokens_are_counted_as_the_engine_would_be_shown_them() -> None:
+    """The count is that of the prompt a call would get, its day and nonce in their steady form."""
+    async with stage(PlayedEngine(), dialects=DIALECTS, volatile=(("user", "two words", "one"),)) as s:
+        body = {"model": "m", "messages": [{"role": "user", "content": "say two words"}]}
+        async with s.http.post(s.url("/v1/messages/count_tokens"), json=body) as response:
+            assert await response.json() == {"input_tokens": 2}
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -238,9 +238,9 @@ def _tool_use(call: ToolCall) -> Part:
 
 def _usage(usage: Usage) -> dict[str, int]:
     return {
-        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+        "input_tokens": usage.prompt_tokens - render.cached(usage),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_read_input_tokens": render.cached(usage),
         "output_tokens": usage.completion_tokens,
     }
 

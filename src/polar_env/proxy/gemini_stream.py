@@ -139,7 +139,8 @@ def _usage(usage: Usage) -> dict[str, int]:
         "candidatesTokenCount": usage.completion_tokens,
         "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
     }
-    return {**counts, "cachedContentTokenCount": usage.cached_tokens} if usage.cached_tokens else counts
+    cached = render.cached(usage)
+    return {**counts, "cachedContentTokenCount": cached} if cached else counts
 
 
 def _response(

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from polar_env.errors import BadRequest
 from polar_env.messages import ChatMessage, ChatToolCall
-from polar_env.types import AssistantTurn, Delta, Sampling, StopReason, ToolCall
+from polar_env.types import AssistantTurn, Delta, Sampling, StopReason, ToolCall, Usage
 
 Part = dict[str, Any]
 Kind = Literal["reasoning", "text", "call"]
@@ -212,6 +212,11 @@ def unseal(sealed: object, visible: str) -> str:
     except (binascii.Error, ValueError):
         return visible
     return ours if not visible.strip() or visible.strip() == ours.strip() else visible
+
+
+def cached(usage: Usage) -> int:
+    """Prompt tokens out of the engine's cache: a part of the prompt, whatever the engine says."""
+    return max(0, min(usage.cached_tokens, usage.prompt_tokens))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Session:
         if earlier is not None and earlier.committed and not earlier.delivered:
             self.usage.replayed += 1
             return earlier
-        shown = self.steady(request) if self.steady is not None else request
+        shown = self._shown(request)
         digest = hashlib.sha256(raw).hexdigest()
         ask = Ask(shown, kind, thread, digest, time.time(), self._history.place(shown))
         self._admit(ask, earlier)
@@ -199,6 +199,14 @@ class Session:
             return earlier
         attempt = self._latest[key] = self._start(ask, earlier)
         return attempt
+
+    def _shown(self, request: ModelRequest) -> ModelRequest:
+        """The request as the engine is to see it."""
+        return self.steady(request) if self.steady is not None else request
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Tokens of the prompt that the request would get; nothing is generated."""
+        return await self.engine.count_tokens(self._shown(request))
 
     def delivered(self, attempt: Attempt) -> None:
         """The whole reply, terminal event included, was written to a connected client."""
