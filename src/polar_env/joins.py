@@ -41,7 +41,7 @@ def classify(ledger: SealedLedger) -> dict[str, Join]:
         extends = _extends(record, carried) if carried else placed.parent is not None
         if record.call_id in ledger.delivered:
             found[record.call_id] = _join(record, extends=extends, carries=carried is not None, begun=begun)
-            if record.kind in AGENTS:
+            if record.kind in AGENTS and record.call_id not in ledger.superseded:  # asked again, it begins there
                 begun.add(record.thread)
         known[record.call_id] = record
     return found
