@@ -113,7 +113,7 @@ def test_a_provider_may_have_options_we_never_heard_of() -> None:
         ("budget.zzz=1", "known keys: start, agent, grade, finalise"),
         ("engine=vlm", "scripted"),
         ("proxy.max_calls=many", "proxy.max_calls: Input should be a valid integer"),
-        ("engine.kind=sglang", "'vllm' or 'scripted'"),
+        ("engine.kind=tgi", "'text' or 'scripted'"),
         ("proxy.max_calls", "EQUAL"),
         ("budget=[", "no viable alternative"),
         ("trajectory.trained_kinds=[agnt]", "trajectory.trained_kinds.0"),

@@ -70,7 +70,7 @@ async def test_a_wrong_address_key_or_model_is_ours_and_says_what_to_change(stat
     async with serving({"POST /chat": always(status, text="no")}) as url:
         with pytest.raises(EngineError, match=rf"{url} answered {status}: no; {remedy}") as caught:
             await posted(url)
-    assert type(caught.value) is EngineError
+    assert not isinstance(caught.value, EngineRefused | EngineOverflow | EngineBusy)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])

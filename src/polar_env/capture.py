@@ -28,14 +28,18 @@ FINISH_WORDS = frozenset({"", "stop", "length", "tool_calls", "function_call", "
 
 
 def judge(call_id: str, reply: EngineReply) -> tuple[Hole, ...]:
-    """Hold one generation against the capture contract; an empty tuple means it may train."""
+    """Hold one generation against the capture contract; an empty tuple means it may train.
+
+    What an engine without ids cannot give is no breach: its calls never train (``trajectory``), so nothing is missing.
+    """
     return tuple(Hole(kind, call_id, detail) for kind, detail in _breaches(reply))
 
 
 def _breaches(reply: EngineReply) -> Iterator[tuple[HoleKind, str]]:
-    yield from _id_breaches(reply)
-    yield from _length_breaches(reply)
-    yield from _log_prob_breaches(reply)
+    if reply.ids:
+        yield from _id_breaches(reply)
+        yield from _length_breaches(reply)
+        yield from _log_prob_breaches(reply)
     if reply.choices != 1:
         yield HoleKind.MANY_CHOICES, f"{reply.choices} choices, one is recorded"
     if reply.finish not in FINISH_WORDS:

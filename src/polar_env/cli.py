@@ -269,7 +269,9 @@ def _check(arguments: argparse.Namespace) -> int:
     facts = asyncio.run(check(_settings(arguments, "vllm")))
     print(f"model {facts.model}: window {facts.max_model_len} tokens, policy version {facts.policy_version}")
     print(
-        "ids and log-probs are the model's"
+        "NO TOKEN IDS: rollouts are text, to be graded and imitated (SFT)"
+        if not facts.ids
+        else "ids and log-probs are the model's"
         if facts.real_tensors
         else "LOG-PROBABILITIES ARE SCRIPTED: nothing to train on"
     )

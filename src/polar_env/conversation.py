@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_env.messages import ChatMessage, ToolSpec
-from polar_env.types import ModelRequest
+from polar_env.messages import ChatMessage, ChatToolCall, ToolSpec
+from polar_env.types import AssistantTurn, ModelRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,19 @@ class Writer:
             if known[0] != call_id:
                 found = known
         return found
+
+
+def as_message(turn: AssistantTurn) -> ChatMessage:
+    """A model's turn as the Chat message that a harness would put into its history."""
+    message = ChatMessage(role="assistant", content=turn.text)
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            ChatToolCall(id=call.id, type="function", function={"name": call.name, "arguments": call.arguments})
+            for call in turn.tool_calls
+        ]
+    return message
 
 
 def decode(entries: Iterable[tuple[Mapping[str, Any], bytes]]) -> dict[str, Conversation]:

@@ -94,6 +94,8 @@ async def ready(demo: Demo, tasks: Sequence[Task]) -> None:
     if demo.config.engine.kind == "scripted":
         say(f"engine scripted: real tokenizer and chat template from {await asyncio.to_thread(tokenizer.fetch, store)}")
         say("engine scripted: token ids are real tokenisations; LOG-PROBABILITIES ARE SCRIPTED, no model ran")
+    elif demo.config.engine.kind == "text":
+        say("engine text: NO TOKEN IDS, rollouts are graded and masked; export them as sft or neutral")
     else:
         say(f"engine {demo.config.engine.kind}: token ids and log-probabilities are the model's own")
 

@@ -32,14 +32,14 @@ AGENTS = (CallKind.AGENT, CallKind.SUB_AGENT)
 
 
 def classify(ledger: SealedLedger) -> dict[str, Join]:
-    """call_id -> class, for every delivered call. Which calls came before is told by ``index``, as everywhere."""
+    """call_id -> class, for every delivered call that has ids. Which calls came before is told by ``index``, as everywhere."""
     index, known = PrefixIndex(), dict[str, CallRecord]()
     begun, found = set[str](), dict[str, Join]()
     for record in sorted(ledger.records, key=lambda record: record.index):
         placed = index.add(record.call_id, record.prompt_ids, record.sampled_ids, record.thread)
         carried = known.get(record.continues or "")
         extends = _extends(record, carried) if carried else placed.parent is not None
-        if record.call_id in ledger.delivered:
+        if record.call_id in ledger.delivered and record.ids:
             found[record.call_id] = _join(record, extends=extends, carries=carried is not None, begun=begun)
             if record.kind in AGENTS and record.call_id not in ledger.superseded:  # asked again, it begins there
                 begun.add(record.thread)

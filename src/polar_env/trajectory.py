@@ -25,6 +25,9 @@ class Policy(Protocol):
     def seed(self) -> int: ...
 
 
+NO_IDS = "the engine gives no token ids"
+"""Why a call of a text engine does not train. It is in the chains all the same: they are what was said."""
+
 Path = tuple[CallRecord, ...]
 """Calls from a root to a leaf, each strictly extending the one before."""
 
@@ -39,6 +42,7 @@ def build(ledger: SealedLedger, config: Policy) -> Trajectory:
     holed = frozenset(hole.call_id for hole in ledger.holes)
     left_out = {record.call_id: why for record in records if (why := _exclusion(record, ledger, holed, config))}
     calls = [record for record in records if record.call_id not in left_out]
+    left_out |= {record.call_id: NO_IDS for record in calls if not record.ids}
     parents = _parents(calls)
     paths = _paths(calls, parents)
     main = _main_path(calls, paths)
@@ -77,13 +81,20 @@ def _exclusion(record: CallRecord, ledger: SealedLedger, holed: frozenset[str | 
         return "superseded"
     if record.kind not in config.trained_kinds:
         return f"kind: {record.kind}"
-    return None if record.sampled_ids else "empty generation"
+    return None if record.sampled_ids or not record.ids else "empty generation"
 
 
 def _parents(calls: Sequence[CallRecord]) -> dict[str, str | None]:
-    """call_id -> the call it continues. ``calls`` in order of ``index``; only earlier calls can be parents."""
+    """call_id -> the call it continues. ``calls`` in order of ``index``; only earlier calls can be parents.
+
+    Calls without ids continue what their messages carry on.
+    """
+    known = {call.call_id for call in calls}
     index, parents = PrefixIndex(), dict[str, str | None]()
     for call in calls:
+        if not call.ids:
+            parents[call.call_id] = call.continues if call.continues in known else None
+            continue
         parent = index.add(call.call_id, call.prompt_ids, call.sampled_ids, call.thread).parent
         parents[call.call_id] = parent.name if parent else None
     return parents
@@ -138,7 +149,7 @@ def _chains(paths: Iterable[Path]) -> tuple[Chain, ...]:
     for path in paths:
         fresh = [call for call in path if call.call_id not in owned]
         context = path[: len(path) - len(fresh)]
-        turns = tuple(_turn(call, trained=call.call_id not in owned) for call in path)
+        turns = tuple(_turn(call, trained=call.ids and call.call_id not in owned) for call in path)
         owned.update(call.call_id for call in fresh)
         branch = context[-1].call_id if context else None
         chains.append((fresh[0].index, Chain(turns, fresh[0].kind, fresh[0].thread, branch)))
@@ -156,7 +167,7 @@ def _deliver(chains: Sequence[Chain], main: Path | None, session_id: str, config
     weights = [chain.trainable_tokens for chain in chains]
     if config.delivery == "longest":
         return weights.index(max(weights))
-    if config.delivery == "sample":
+    if config.delivery == "sample" and any(weights):
         draw = random.Random(f"{config.seed}:{session_id}")  # noqa: S311 - reproducible, nothing to keep secret
         return draw.choices(range(len(chains)), weights)[0]
     return next(i for i, chain in enumerate(chains) if chain.turns[-1].call_id == main[-1].call_id)

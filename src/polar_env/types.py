@@ -255,6 +255,8 @@ class EngineReply:
     """True when the prompt was sent as ``request.continues.ids`` and the rendering of what is new."""
     versioned: bool = True
     """False when ``policy_version`` names the server and says nothing of its weights: a declared version is better."""
+    ids: bool = True
+    """False for an API that gives no token ids (engine ``text``): a conversation to imitate, no tensors to train on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,8 @@ class CallRecord:
     """True when the engine was sent that call's exact ids and the rendering of what is new."""
     replaced: tuple[Replaced, ...] = ()
     """What the engine was shown in another form than the harness wrote it; ``proxy.steady.restored`` undoes it."""
+    ids: bool = True
+    """As ``EngineReply.ids``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _masks(row: Row) -> Iterator[str]:
         yield "mask_sample and instance_config.mask_sample differ"
     if masked is not (links == 0):
         yield f"mask_sample is {masked}, and its digest chain has {links} links"
-    if row["reward"] != (0.0 if masked else row["resolved"]):
+    if row["reward"] != (0.0 if masked and not row.get("text_only") else row["resolved"]):
         yield f"reward is {row['reward']}, resolved is {row['resolved']}, mask_sample is {masked}"
     if row["first_prompt_digest"] != first_prompt_digest(row):
         yield "first_prompt_digest is not that of its first prompt"

@@ -1,6 +1,7 @@
 """The engine room: where a prompt becomes sampled tokens. One file per engine; ``ENGINES`` is the table.
 
-Every engine gives the exact ids and log-probabilities of what it sampled, or it is refused at start (``check``).
+Every engine gives the exact ids and log-probabilities of what it sampled, or it is refused at start (``check``). One
+kind, ``text``, gives none and says so everywhere: its rollouts are graded and imitated (SFT), never trained on by ids.
 """
 
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 ENGINES: dict[str, str] = {
     "vllm": "polar_env.engine.vllm:VllmEngine",
     "nemo_rl": "polar_env.engine.nemo_rl:NemoRlEngine",
+    "text": "polar_env.engine.text:TextEngine",
     "scripted": "polar_env.engine.scripted:ScriptedEngine",
 }
 """Engine kind (config ``engine.kind``) -> dotted path of a class built as ``cls(config: EngineConfig)``."""
@@ -41,6 +43,8 @@ class EngineFacts:
     real_tensors: bool
     """False for scripted log-probabilities: shown on screen wherever results are."""
     notes: tuple[str, ...] = ()
+    ids: bool = True
+    """False: no token ids and no log-probabilities; rollouts are text (engine ``text``)."""
 
 
 class Engine(Protocol):

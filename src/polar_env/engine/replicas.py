@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _DOWN_FOR = 30.0
 
 _LARGE = 1 << 18
 """Bytes of JSON from which parsing leaves the event loop (the prompt ids of a long session)."""
+
+
+CAPS = ("max_tokens", "max_completion_tokens")
+"""Names of the most tokens that may be sampled; an API knows one of them, or both."""
 
 
 class ServerFailed(EngineError):  # noqa: N818 - what it did
@@ -103,7 +108,7 @@ class Replicas:
             try:
                 await accept(at.base, at.response)
             except EngineOverflow:
-                if body.pop("max_tokens", None) is None:
+                if not [body.pop(name) for name in CAPS if name in body]:
                     raise
                 at.response.close()
                 at = await self._connect((at.base,), path, body, before)
@@ -190,15 +195,21 @@ async def accept(where: str, response: aiohttp.ClientResponse) -> None:
     except ValueError:
         told = raw.decode("utf-8", "replace")
     told = told[:600]
-    if response.status in (400, 413, 422) and OVERFLOW.search(told):
+    if response.status in (400, 413, 422) and _OVERFLOW.search(told):
         raise EngineOverflow(told)
     if response.status in _REQUESTS_FAULT:
         raise EngineRefused(f"the engine answered {response.status}: {told}")
-    if response.status in (429, 503):
+    if response.status in (429, 503, 529):
         raise EngineBusy(f"{where} is busy: {told}", _seconds(response.headers.get("Retry-After", "")))
     kind = ServerFailed if response.status >= 500 else EngineError
     raise kind(f"{where} answered {response.status}: {told}; {_REMEDIES.get(response.status, _LOOK)}")
 
+
+_OVERFLOW = re.compile(
+    f"{OVERFLOW.pattern}|longer than the model's context|context_length_exceeded|prompt is too long|context window",
+    re.IGNORECASE,
+)
+"""vLLM's words, and those of SGLang and of hosted APIs."""
 
 _REQUESTS_FAULT = (400, 413, 415, 422)
 """Statuses by which a server says that it is well and the request is not."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from polar_env.export import ExportError, Job
-from polar_env.export.samples import Rollout
+from polar_env.export.samples import Rollout, refuse_text
 from polar_env.gym.contract import violations
 
 
@@ -17,6 +17,7 @@ def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:
     for rollout in rollouts:
         if rollout.row is None:
             raise ExportError("NeMo-RL takes rows: give the JSONL of finished rollouts, not session logs")
+        refuse_text(rollout)
         if found := violations(rollout.row):
             job.skipped[f"NeMo-RL would refuse it ({found[0]})"] += 1
         else:

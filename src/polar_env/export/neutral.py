@@ -14,6 +14,7 @@
 | token_ids | list of int32, [T] | the whole sequence: prompts, answers, what came between |
 | loss_mask | list of int8, [T] | 1: sampled, and trained in this chain: each sampled token in exactly one |
 | log_probs | list of float32, [T] | of the sampled tokens, as the engine reported them; 0.0 elsewhere |
+| answers | list of string | engine ``text``, which gives no ids: each answer as a Chat message in JSON; else empty |
 
 Chains are whole: they are not cut to ``trajectory.max_tokens``.
 """
@@ -53,4 +54,5 @@ def _line(rollout: Rollout, chain: ChainSample) -> dict[str, Any]:
         "token_ids": chain.token_ids,
         "loss_mask": chain.loss_mask,
         "log_probs": chain.log_probs,
+        "answers": list(chain.answers),
     }

@@ -34,6 +34,8 @@ class ChainSample:
     token_ids: "array[int]"
     loss_mask: "array[int]"
     log_probs: "array[float]"
+    answers: tuple[str, ...] = ()
+    """Chains without ids: what the model said, call by call, each a Chat message as JSON."""
 
     @property
     def prompt_length(self) -> int:
@@ -55,6 +57,8 @@ class Rollout:
     masked: bool | None
     chains: tuple[ChainSample, ...]
     row: Mapping[str, Any] | None = None
+    text_only: bool = False
+    """No token ids (engine ``text``): masked for trainers that need them, graded like any other."""
 
 
 def rollouts(source: Path) -> Iterator[Rollout]:
@@ -82,6 +86,7 @@ def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[
     for rollout in found:
         if rollout.reward is None:
             raise ExportError("a session log knows no reward: export the rollouts' rows, or use the neutral format")
+        refuse_text(rollout)
         chosen = [chain for chain in rollout.chains if chain.delivered or (job.chains or default) == "all"]
         chosen = [chain for chain in chosen if 1 in chain.loss_mask]
         if rollout.masked or not chosen:
@@ -89,6 +94,14 @@ def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[
             continue
         total = sum(chain.weight for chain in chosen)
         yield from ((rollout, chain, chain.weight / total) for chain in chosen)
+
+
+def refuse_text(rollout: Rollout) -> None:
+    """Raises ExportError for a rollout that has no token ids: a trainer that takes ids has nothing to take."""
+    if rollout.text_only:
+        raise ExportError(
+            f"session {rollout.session_id} has no token ids (engine.kind=text): export it as sft or neutral"
+        )
 
 
 def _from_row(number: int, row: Mapping[str, Any]) -> Rollout:
@@ -108,6 +121,7 @@ def _from_row(number: int, row: Mapping[str, Any]) -> Rollout:
         masked=bool(row["mask_sample"]),
         chains=_chains(row["trajectories"]),
         row=row,
+        text_only=bool(row.get("text_only")),
     )
 
 
@@ -136,6 +150,7 @@ def _chains(told: Iterable[Mapping[str, Any]]) -> tuple[ChainSample, ...]:
             token_ids=_array("i", chain["token_ids"]),
             loss_mask=_array("b", chain["loss_mask"]),
             log_probs=_array("f", chain["log_probs"]),
+            answers=tuple(chain.get("answers", ())),
         )
         for number, chain in enumerate(told)
     )

@@ -1,8 +1,9 @@
-"""Conversations of accepted rollouts (reward 1.0, unmasked) as OpenAI-Chat JSONL, for supervised fine-tuning.
+"""Conversations of accepted rollouts as OpenAI-Chat JSONL, for supervised fine-tuning.
 
 A row holds tokens and answers, not what the model was asked. That is in the session's log when it was recorded with
 ``store.messages`` on, so ``--sessions`` is needed: the conversation is the request of the delivered chain's last call,
-with that call's answer behind it. Nothing is decoded from tokens.
+with that call's answer behind it. Nothing is decoded from tokens. Accepted is a reward of 1.0 in a row that is not
+masked, or masked only for want of token ids (engine ``text``).
 
 | field | type | |
 |---|---|---|
@@ -15,10 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from polar_env.conversation import Conversation
+from polar_env.conversation import Conversation, as_message
 from polar_env.export import ExportError, Job
 from polar_env.export.samples import Rollout
-from polar_env.messages import ChatMessage, ChatToolCall
 from polar_env.segment_log import read
 from polar_env.types import AssistantTurn
 
@@ -29,7 +29,7 @@ def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:
         raise ExportError("sft needs what the model was asked: name the session logs with --sessions")
     for rollout in rollouts:
         last = next((chain.call_ids[-1] for chain in rollout.chains if chain.delivered), None)
-        if rollout.masked is not False or rollout.reward != 1.0 or last is None:
+        if (rollout.masked is not False and not rollout.text_only) or rollout.reward != 1.0 or last is None:
             job.skipped["not accepted"] += 1
         elif (found := _conversation(job.sessions / rollout.session_id, last)) is None:
             job.skipped["recorded without messages (store.messages)"] += 1
@@ -47,21 +47,9 @@ def _conversation(directory: Path, call_id: str) -> tuple[Conversation, Assistan
 
 def _line(rollout: Rollout, asked: Conversation, turn: AssistantTurn) -> dict[str, Any]:
     return {
-        "messages": [*asked.messages, _answer(turn)],
+        "messages": [*asked.messages, as_message(turn)],
         "tools": [{"type": "function", "function": tool} for tool in asked.tools],
         "session_id": rollout.session_id,
         "task_id": rollout.task_id,
         "harness": rollout.harness,
     }
-
-
-def _answer(turn: AssistantTurn) -> ChatMessage:
-    message = ChatMessage(role="assistant", content=turn.text)
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if turn.tool_calls:
-        message["tool_calls"] = [
-            ChatToolCall(id=call.id, type="function", function={"name": call.name, "arguments": call.arguments})
-            for call in turn.tool_calls
-        ]
-    return message

@@ -44,6 +44,7 @@ SCHEMA: Any = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
         ("log_probs", pa.list_(pa.float32())),
+        ("answers", pa.list_(pa.string())),
     ],
     metadata={"schema": "polar_env chains 1"},
 )

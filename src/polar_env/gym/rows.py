@@ -6,16 +6,18 @@ the trainer does with masks (rule 5). All that was sampled stays in ``trajectori
 """
 
 import base64
+import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from polar_env.conversation import as_message
 from polar_env.digest import digest
 from polar_env.gym.contract import LEAKS, TOKEN_KEYS, ContractError, first_prompt_digest, markup, violations
 from polar_env.joins import joins
-from polar_env.trajectory import trim
+from polar_env.trajectory import NO_IDS, trim
 from polar_env.types import (
     AssistantTurn,
     CallKind,
@@ -137,7 +139,9 @@ def _delivery(result: RolloutResult, max_tokens: int | None) -> Delivery:
     kind, reason = _failure(result)
     if not result.decision.masked and (chain is None or not chain.trainable_tokens):
         kind, reason = "polar_env:no_trainable_tokens", "no call of the delivered chain fits the policy and trains"
-    masked = result.decision.masked or kind == "polar_env:no_trainable_tokens"
+        if text_only(result.ledger.records):
+            kind, reason = "polar_env:text_only", f"{NO_IDS}: nothing to train on by ids; export it as sft or neutral"
+    masked = result.decision.masked or kind in ("polar_env:no_trainable_tokens", "polar_env:text_only")
     return Delivery(chain, truncated, kind, reason, masked, max_tokens)
 
 
@@ -156,6 +160,7 @@ def _row(
 ) -> dict[str, Any]:
     """The row for a delivery, not yet judged."""
     turns, records = delivery.chain.turns if delivery.chain else (), result.ledger.records
+    text = text_only(records)  # nobody trains on it by ids, so no sibling's baseline asks for a 0: evaluation wants it
     said = {record.call_id: record.turn for record in records}
     output = [item for turn in turns for item in _items(turn, said[turn.call_id], with_ids=not delivery.masked)]
     if delivery.masked:
@@ -163,7 +168,7 @@ def _row(
     made: dict[str, Any] = {
         "responses_create_params": {"input": [], **params},
         "response": _response(result, params, model, output),
-        "reward": 0.0 if delivery.masked else float(result.decision.reward),
+        "reward": 0.0 if delivery.masked and not text else float(result.decision.reward),
         "mask_sample": delivery.masked,
         "instance_config": {"mask_sample": delivery.masked},
         "failure_kind": delivery.failure_kind,
@@ -272,6 +277,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "delivered_fraction": trained / trajectory.sampled_tokens if trajectory.sampled_tokens else 0.0,
         "total_tokens": float(delivery.chain.total_tokens if delivery.chain else 0),
         "truncated": float(delivery.truncated),
+        "text_only": float(text_only(result.ledger.records)),
         "num_policy_versions": float(len(_names(sampled_by))),
         "num_calls_across_versions": float(sum("+" in version for version in sampled_by)),
         **{f"joins_{join}": float(count) for join, count in joins(result.ledger).items()},
@@ -322,6 +328,11 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
     }
 
 
+def text_only(records: Iterable[CallRecord]) -> bool:
+    """Whether an engine without token ids answered (``engine.kind=text``)."""
+    return any(not record.ids for record in records)
+
+
 def holes(found: Iterable[Hole]) -> list[str]:
     """Holes as a row tells them."""
     return [f"{hole.kind}: {_clean(hole.detail)}" for hole in found]
@@ -357,6 +368,9 @@ def chains(trajectory: Trajectory, records: Iterable[CallRecord], masked: bool) 
             "delivered": number == trajectory.delivered,
             "weight": chain.trainable_tokens / total if total else 0.0,
             "policy_versions": _versions(known[turn.call_id] for turn in chain.turns),
+            "answers": [
+                json.dumps(as_message(known[turn.call_id].turn)) for turn in chain.turns if not known[turn.call_id].ids
+            ],
             "call_versions": [known[turn.call_id].policy_version for turn in chain.turns],
             **dict(_flat(chain, masked)),
         }

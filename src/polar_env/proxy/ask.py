@@ -49,4 +49,5 @@ class Ask:
             replaced=self.request.replaced,
             continues=self.place.call_id,
             spliced=reply.spliced,
+            ids=reply.ids,
         )
