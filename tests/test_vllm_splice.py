@@ -5,23 +5,23 @@ import asyncio
 import contextlib
 import json
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest_asyncio
 
-from engine_helpers import PATIENT, ask, play, user
+from engine_helpers import ask, play, user
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
 from polar_env.engine.scripted import history
 from polar_env.engine.vllm import VllmEngine
-from polar_env.engine.vllm_splice import generate_body, message_chunk, turn_ids
-from polar_env.engine.vllm_wire import Assembly
 from polar_env.errors import EngineError, EngineOverflow
 from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, StopReason
 from token_server_helpers import DISABLED, END, LOOK, TokenServer, log_probs, words
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=64)
 
@@ -35,16 +35,26 @@ async def engine_at(*urls: str, **settings):
         await engine.aclose()
 
 
-@contextlib.asynccontextmanager
-async def served(*says: str, fault: str = "", **settings):
-    """A server and an engine that has proved it. ``fault`` begins behind the proof; the turns in ``says`` as well."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def proved():
+    """A server, and an engine that has proved it: once, as the proof is 80 requests."""
     server = TokenServer()
-    async with server.run(), engine_at(server.url, **settings) as engine:
+    async with server.run(), engine_at(server.url) as engine:
         await engine.check()
-        server.says, server.fault = list(says) or [LOOK], fault
-        for seen in (server.generated, server.chats, server.rendered, server.derendered):
-            seen.clear()
         yield server, engine
+
+
+@pytest.fixture
+def model(proved) -> Callable[..., tuple[TokenServer, VllmEngine]]:
+    """``model(says, ..., fault=)`` -> the server as new, but for what its model says from here on, and the engine."""
+
+    def saying(*says: str, fault: str = "") -> tuple[TokenServer, VllmEngine]:
+        server, engine = proved
+        vars(server).update(vars(TokenServer(list(says) or [LOOK], fault, url=server.url)))
+        engine.unspliced.clear()
+        return server, engine
+
+    return saying
 
 
 def carrying_on(request: ModelRequest, reply: EngineReply, *results: str) -> ModelRequest:
@@ -71,57 +81,60 @@ TAIL = "\n<|im_start|>user\n<tool_response>\na.py\n</tool_response><|im_end|>\n<
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_prompt_is_the_earlier_call_s_ids_and_the_rendering_of_what_is_new(stream):
-    async with served(stream=stream) as (server, engine):
+    server = TokenServer()
+    async with server.run(), engine_at(server.url, stream=stream) as engine:
+        await engine.check()
+        server.generated.clear()
         first, second = await twice(engine)
     assert second.prompt_ids == first.prompt_ids + first.sampled_ids + words().encode(TAIL)
     assert server.generated[0]["token_ids"] == second.prompt_ids.tolist()
     assert (first.spliced, second.spliced) == (False, True)
 
 
-async def test_ids_and_log_probs_arrive_as_the_engine_sent_them():
-    async with served() as (_, engine):
-        _, second = await twice(engine)
+async def test_ids_and_log_probs_arrive_as_the_engine_sent_them(model):
+    _, engine = model()
+    _, second = await twice(engine)
     assert second.sampled_ids == words().encode(LOOK)
     assert second.log_probs == log_probs(len(second.sampled_ids))
     assert judge("c", second) == ()
 
 
-async def test_a_spelling_the_template_would_not_give_again_stays_as_it_was_sampled():
-    async with served() as (server, engine):
-        first, second = await twice(engine)
-        _, whole = await play(engine, replace(carrying_on(ask(), first, "a.py"), continues=None), sampling=SAMPLING)
+async def test_a_spelling_the_template_would_not_give_again_stays_as_it_was_sampled(model):
+    server, engine = model()
+    first, second = await twice(engine)
+    _, whole = await play(engine, replace(carrying_on(ask(), first, "a.py"), continues=None), sampling=SAMPLING)
     history_of = len(first.prompt_ids) + len(first.sampled_ids)
     assert second.prompt_ids[:history_of] != whole.prompt_ids[:history_of]
     assert words().decode(first.sampled_ids) in words().decode(second.prompt_ids)
     assert len(server.generated) == 1
 
 
-async def test_a_turn_cut_at_its_length_is_ended_as_the_template_ends_one():
-    async with served("<think>why</think>\n\nI will look at", LOOK) as (_, engine):
-        request = ask()
-        _, first = await play(engine, request, sampling=replace(SAMPLING, max_tokens=4))
-        _, second = await play(engine, carrying_on(request, first), sampling=SAMPLING)
+async def test_a_turn_cut_at_its_length_is_ended_as_the_template_ends_one(model):
+    _, engine = model("<think>why</think>\n\nI will look at", LOOK)
+    request = ask()
+    _, first = await play(engine, request, sampling=replace(SAMPLING, max_tokens=4))
+    _, second = await play(engine, carrying_on(request, first), sampling=SAMPLING)
     assert first.turn.stop is StopReason.LENGTH
     tail = words().encode("<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
     assert second.prompt_ids == first.prompt_ids + first.sampled_ids + tail
 
 
-async def test_six_calls_are_one_sequence_in_which_every_prompt_begins_with_all_before_it():
-    async with served() as (_, engine):
-        request, before = ask(), array("i")
-        for _ in range(6):
-            _, reply = await play(engine, request, sampling=SAMPLING)
-            assert reply.prompt_ids[: len(before)] == before
-            before = reply.prompt_ids + reply.sampled_ids
-            request = carrying_on(request, reply, "a.py")
+async def test_six_calls_are_one_sequence_in_which_every_prompt_begins_with_all_before_it(model):
+    _, engine = model()
+    request, before = ask(), array("i")
+    for _ in range(6):
+        _, reply = await play(engine, request, sampling=SAMPLING)
+        assert reply.prompt_ids[: len(before)] == before
+        before = reply.prompt_ids + reply.sampled_ids
+        request = carrying_on(request, reply, "a.py")
 
 
 # --- the turn ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_turn_is_what_the_server_s_own_parsers_make_of_the_ids():
-    async with served() as (server, engine):
-        _, second = await twice(engine)
+async def test_the_turn_is_what_the_server_s_own_parsers_make_of_the_ids(model):
+    server, engine = model()
+    _, second = await twice(engine)
     assert (second.turn.reasoning, second.turn.text, second.turn.stop) == ("why", "", StopReason.TOOL_CALLS)
     assert [(call.name, json.loads(call.arguments)) for call in second.turn.tool_calls] == [("bash", {"command": "ls"})]
     asked = server.derendered[0]
@@ -129,26 +142,17 @@ async def test_the_turn_is_what_the_server_s_own_parsers_make_of_the_ids():
     assert asked["chat_request"]["tools"] == [{"type": "function", "function": dict(ask().tools[0])}]
 
 
-async def test_the_ids_of_calls_differ_through_a_session():
-    async with served(LOOK.replace("<|im_end|>", LOOK[LOOK.index("<tool_call>") :])) as (_, engine):
-        first, second = await twice(engine)
+async def test_the_ids_of_calls_differ_through_a_session(model):
+    _, engine = model(LOOK.replace("<|im_end|>", LOOK[LOOK.index("<tool_call>") :]))
+    first, second = await twice(engine)
     told = [call.id for reply in (first, second) for call in reply.turn.tool_calls]
     assert len(set(told)) == len(told) == 4
 
 
-async def test_calls_without_ids_get_one_of_their_answer():
-    said = Assembly()
-    said.feed({"request_id": "g7", "choices": [{"index": 0, "finish_reason": "stop"}]})
-    call = {"function": {"name": "bash", "arguments": "{}"}}
-    told = {"choices": [{"message": {"content": None, "tool_calls": [call, call]}}]}
-    said.feed(message_chunk(told, {"tools": [1]}))
-    assert [call.id for call in said.reply("v").turn.tool_calls] == ["call_g7_0", "call_g7_1"]
-
-
-async def test_a_reader_is_shown_the_turn_when_it_is_done():
-    async with served() as (_, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        deltas, second = await play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING)
+async def test_a_reader_is_shown_the_turn_when_it_is_done(model):
+    _, engine = model()
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    deltas, second = await play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING)
     call = second.turn.tool_calls[0]
     assert deltas == [
         Delta("reasoning", "why"),
@@ -157,53 +161,37 @@ async def test_a_reader_is_shown_the_turn_when_it_is_done():
     ]
 
 
-async def test_the_token_that_ends_a_turn_is_kept_and_is_not_text():
-    async with served(LOOK, "<think>so</think>Done.<|im_end|>") as (server, engine):
-        _, second = await twice(engine)
+async def test_the_token_that_ends_a_turn_is_kept_and_is_not_text(model):
+    server, engine = model(LOOK, "<think>so</think>Done.<|im_end|>")
+    _, second = await twice(engine)
     assert (second.turn.text, second.turn.stop) == ("Done.", StopReason.STOP)
     assert second.sampled_ids[-1] == END
     assert server.derendered[0]["generate_response"]["choices"][0]["token_ids"] == second.sampled_ids[:-1].tolist()
 
 
-async def test_an_answer_that_is_only_the_end_is_an_empty_turn():
-    async with served(LOOK, "<|im_end|>") as (server, engine):
-        _, second = await twice(engine)
+async def test_an_answer_that_is_only_the_end_is_an_empty_turn(model):
+    server, engine = model(LOOK, "<|im_end|>")
+    _, second = await twice(engine)
     assert (second.turn.text, second.turn.tool_calls, second.sampled_ids) == ("", (), array("i", [END]))
     assert server.derendered == []
 
 
-async def test_what_the_length_cut_off_is_read_to_its_last_token():
-    async with served(LOOK, "<think>so</think>One two three four five six seven") as (server, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        _, second = await play(engine, carrying_on(ask(), first, "a.py"), sampling=replace(SAMPLING, max_tokens=6))
+async def test_what_the_length_cut_off_is_read_to_its_last_token(model):
+    server, engine = model(LOOK, "<think>so</think>One two three four five six seven")
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    _, second = await play(engine, carrying_on(ask(), first, "a.py"), sampling=replace(SAMPLING, max_tokens=6))
     assert second.turn.stop is StopReason.LENGTH
     assert server.derendered[0]["generate_response"]["choices"][0]["token_ids"] == second.sampled_ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("asked", "calls"), [({}, 0), ({"tools": [1]}, 2), ({"tools": [1], "parallel_tool_calls": 0}, 1)]
-)
-def test_calls_that_were_not_offered_or_not_in_parallel_are_cut_as_in_a_chat(asked, calls):
-    call = {"id": "t", "function": {"name": "bash", "arguments": "{}"}}
-    message = {"content": "x", "tool_calls": [call, call]}
-    told = message_chunk({"choices": [{"message": message}]}, asked)
-    assert len(told["choices"][0]["message"]["tool_calls"]) == calls
-
-
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}, {"choices": 7}])
-def test_an_answer_without_a_message_is_no_turn(answer):
-    with pytest.raises(EngineError, match="without a message"):
-        message_chunk(answer, {})
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_session_s_sampling_is_resolved_by_the_server_as_for_a_chat():
+async def test_the_session_s_sampling_is_resolved_by_the_server_as_for_a_chat(model):
     sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=33)
-    async with served() as (server, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        await play(engine, carrying_on(ask(), first, "a.py"), Session("s"), sampling)
+    server, engine = model()
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    await play(engine, carrying_on(ask(), first, "a.py"), Session("s"), sampling)
     params = server.generated[0]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["max_tokens"]) == (0.7, 0.9, 33)
     assert params["repetition_penalty"] == 1.1  # the model's own default
@@ -211,26 +199,12 @@ async def test_the_session_s_sampling_is_resolved_by_the_server_as_for_a_chat():
     assert "seed" not in params  # a null is not sent where an absence means the default
 
 
-async def test_without_a_cap_the_model_s_own_holds():
-    async with served() as (server, engine):
-        server.cap = 40
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        await play(engine, carrying_on(ask(), first, "a.py"), sampling=Sampling(temperature=1.0))
+async def test_without_a_cap_the_model_s_own_holds(model):
+    server, engine = model()
+    server.cap = 40
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    await play(engine, carrying_on(ask(), first, "a.py"), sampling=Sampling(temperature=1.0))
     assert server.generated[0]["sampling_params"]["max_tokens"] == 40
-
-
-@PATIENT
-@given(st.integers(1, 10_000), st.integers(1, 10_000))
-def test_no_cap_is_beyond_the_room_behind_the_prompt(room, resolved):
-    rendered = {"sampling_params": {"max_tokens": resolved, "stop": None}, "model": "m", "priority": 0}
-    body = generate_body(rendered, array("i", [1, 2]), room, stream=True)
-    assert body["sampling_params"] == {"max_tokens": min(room, resolved), "logprobs": 0}
-    assert (body["token_ids"], body["priority"], body["stream_options"]) == ([1, 2], 0, {"include_usage": True})
-
-
-@pytest.mark.parametrize(("finish", "read"), [("stop", [1, 2]), ("length", [1, 2, 3]), ("abort", [1, 2, 3])])
-def test_only_a_stop_leaves_its_last_token_unread(finish, read):
-    assert turn_ids(Assembly(sampled_ids=array("i", [1, 2, 3]), finish=finish)).tolist() == read
 
 
 # --- the window -------------------------------------------------------------------------------------------------
@@ -245,17 +219,17 @@ async def long_prompt(engine: VllmEngine, tokens: int) -> ModelRequest:
     return replace(request, continues=carried)
 
 
-async def test_a_prompt_that_fills_the_window_is_an_overflow_in_words_a_harness_knows():
-    async with served() as (server, engine):
-        request = await long_prompt(engine, 4096)
-        with pytest.raises(EngineOverflow, match="maximum context length is 4096"):
-            await play(engine, request, sampling=SAMPLING)
+async def test_a_prompt_that_fills_the_window_is_an_overflow_in_words_a_harness_knows(model):
+    server, engine = model()
+    request = await long_prompt(engine, 4096)
+    with pytest.raises(EngineOverflow, match="maximum context length is 4096"):
+        await play(engine, request, sampling=SAMPLING)
     assert server.generated == []
 
 
-async def test_a_cap_beyond_the_window_ends_where_the_window_does():
-    async with served() as (server, engine):
-        _, reply = await play(engine, await long_prompt(engine, 4091), sampling=SAMPLING)
+async def test_a_cap_beyond_the_window_ends_where_the_window_does(model):
+    server, engine = model()
+    _, reply = await play(engine, await long_prompt(engine, 4091), sampling=SAMPLING)
     assert server.generated[0]["sampling_params"]["max_tokens"] == 5
     assert (len(reply.sampled_ids), reply.turn.stop) == (5, StopReason.LENGTH)
 
@@ -264,25 +238,26 @@ async def test_a_cap_beyond_the_window_ends_where_the_window_does():
 
 
 @pytest.mark.parametrize("choice", ["required", "none", "bash"])
-async def test_a_tool_choice_that_needs_a_grammar_is_a_chat_and_counted(choice):
-    async with served() as (server, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        request = replace(carrying_on(ask(), first, "a.py"), tool_choice=choice)
-        _, second = await play(engine, request, sampling=SAMPLING)
+async def test_a_tool_choice_that_needs_a_grammar_is_a_chat_and_counted(model, choice):
+    server, engine = model()
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    request = replace(carrying_on(ask(), first, "a.py"), tool_choice=choice)
+    _, second = await play(engine, request, sampling=SAMPLING)
     assert not second.spliced
     assert server.generated == []
     assert list(engine.unspliced.values()) == [1]
     assert choice in next(iter(engine.unspliced))
 
 
-async def test_a_call_that_carries_on_nothing_is_a_chat_and_not_counted():
-    async with served() as (server, engine):
-        await play(engine, ask(), sampling=SAMPLING)
+async def test_a_call_that_carries_on_nothing_is_a_chat_and_not_counted(model):
+    server, engine = model()
+    await play(engine, ask(), sampling=SAMPLING)
     assert (server.generated, server.rendered, engine.unspliced) == ([], [], {})
 
 
-async def test_switched_off_nothing_is_spliced_and_nothing_asked():
-    async with served(splice="off") as (server, engine):
+async def test_switched_off_nothing_is_spliced_and_nothing_asked(model):
+    server, _ = model()
+    async with engine_at(server.url, splice="off") as engine:
         _, second = await twice(engine)
         assert not second.spliced
         assert (server.rendered, server.generated) == ([], [])
@@ -292,9 +267,9 @@ async def test_switched_off_nothing_is_spliced_and_nothing_asked():
 # --- the proof --------------------------------------------------------------------------------------------------
 
 
-async def test_the_proof_is_told():
-    async with served() as (_, engine):
-        assert "begins with the exact ids" in (await engine.check()).notes[-1]
+async def test_the_proof_is_told(model):
+    _, engine = model()
+    assert "begins with the exact ids" in (await engine.check()).notes[-1]
 
 
 @pytest.mark.parametrize("fault", ["disabled", "strict", "moody"])
@@ -366,14 +341,14 @@ async def test_a_lost_replica_s_sessions_are_spliced_on_another():
 # --- what goes wrong --------------------------------------------------------------------------------------------
 
 
-async def test_a_call_that_is_given_up_stops_the_generation():
-    async with served(fault="hang") as (server, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING))
-            await asyncio.wait_for(server.started.wait(), 10)
-            task.cancel()
-        await asyncio.wait_for(server.aborted.wait(), 10)
+async def test_a_call_that_is_given_up_stops_the_generation(model):
+    server, engine = model(fault="hang")
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING))
+        await asyncio.wait_for(server.started.wait(), 10)
+        task.cancel()
+    await asyncio.wait_for(server.aborted.wait(), 10)
 
 
 @pytest.mark.parametrize(
@@ -386,26 +361,26 @@ async def test_a_call_that_is_given_up_stops_the_generation():
         ("mute", "without a message"),
     ],
 )
-async def test_a_failed_generation_is_an_engine_error_and_never_half_a_turn(fault, words_of_it):
-    async with served(fault=fault) as (_, engine):
-        _, first = await play(engine, ask(), sampling=SAMPLING)
-        with pytest.raises(EngineError, match=words_of_it) as failed:
-            await play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING)
+async def test_a_failed_generation_is_an_engine_error_and_never_half_a_turn(model, fault, words_of_it):
+    _, engine = model(fault=fault)
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    with pytest.raises(EngineError, match=words_of_it) as failed:
+        await play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING)
     assert type(failed.value) is EngineError
 
 
 # --- versions ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_policy_version_is_that_of_the_answer():
-    async with served() as (server, engine):
-        server.version = "step-7"
-        _, second = await twice(engine)
+async def test_the_policy_version_is_that_of_the_answer(model):
+    server, engine = model()
+    server.version = "step-7"
+    _, second = await twice(engine)
     assert (second.policy_version, second.versioned) == ("step-7", True)
 
 
-async def test_weights_no_trainer_named_have_one_name_in_chats_and_spliced_calls():
-    async with served() as (_, engine):
-        first, second = await twice(engine)
+async def test_weights_no_trainer_named_have_one_name_in_chats_and_spliced_calls(model):
+    _, engine = model()
+    first, second = await twice(engine)
     assert first.policy_version == second.policy_version == "tiny@fp"
     assert not second.versioned

@@ -55,7 +55,7 @@ async def tapped(upstream: str) -> AsyncGenerator[Tap]:
                 return response
 
         app.router.add_route("*", "/{tail:.*}", forward)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()

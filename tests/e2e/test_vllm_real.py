@@ -74,6 +74,15 @@ async def test_check_proves_a_real_server(engine):
     assert facts.policy_version
 
 
+async def test_a_server_without_scale_out_is_used_whole_or_refused(engine, server):
+    """This file's server is served without --enable-scale-out: it answers 403, and says what to do."""
+    assert "--enable-scale-out" in (await engine.check()).notes[1]
+    strict = VllmEngine(EngineConfig(base_urls=(server.url,), splice="on"))
+    with pytest.raises(EngineError, match=r"cannot splice.*serve it with --enable-scale-out"):
+        await strict.check()
+    await strict.aclose()
+
+
 async def test_the_reply_keeps_the_capture_contract(engine):
     _, reply = await play(engine, ask(tools=()), sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=20))
     assert judge("c", reply) == ()

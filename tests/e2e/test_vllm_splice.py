@@ -315,15 +315,15 @@ async def until(server, busy: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def endless(server):
-    """An engine, and a spliced call of it that goes on for minutes."""
+    """A spliced call that goes on for minutes."""
     async with tapped(server.url) as tap, proved(tap.url) as engine:
         _, first = await play(engine, ask(), sampling=SAMPLING)
         tap.sampling["min_tokens"] = LONG
-        yield engine, play(engine, carrying_on(ask(), first), sampling=replace(SAMPLING, max_tokens=LONG))
+        yield play(engine, carrying_on(ask(), first), sampling=replace(SAMPLING, max_tokens=LONG))
 
 
 async def test_a_cancelled_call_ends_the_generation_in_the_engine(server):
-    async with endless(server) as (_, call), asyncio.TaskGroup() as group:
+    async with endless(server) as call, asyncio.TaskGroup() as group:
         task = group.create_task(call)
         await until(server, busy=True)
         task.cancel()
@@ -340,14 +340,14 @@ async def failure(call) -> EngineError:
 
 
 async def test_a_server_killed_under_a_session_is_an_engine_error(server):
-    """Last in this file, as it ends the server: a generation under way is lost, and so is what comes after it."""
-    async with endless(server) as (engine, call):
-        async with asyncio.TaskGroup() as group:
+    """Last in this file, as it ends the server: a generation under way is lost, and the session's next call as well."""
+    async with proved(server.url) as engine:
+        _, first = await play(engine, ask(), sampling=SAMPLING)
+        async with endless(server) as call, asyncio.TaskGroup() as group:
             lost = group.create_task(failure(call))
             await until(server, busy=True)
             for pid in session_members(server.pid):
                 os.kill(pid, signal.SIGKILL)
         assert type(lost.result()) is EngineError
-    with pytest.raises(EngineError, match="no engine can be reached"):
-        async with proved(server.url):
-            pass
+        with pytest.raises(EngineError, match="no engine can be reached"):
+            await play(engine, carrying_on(ask(), first), sampling=SAMPLING)

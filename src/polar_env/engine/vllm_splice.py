@@ -31,6 +31,11 @@ _NOBODY = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Go o
 """Parsers read a request's tools, never its messages: these stand for them."""
 
 _ANY_TOOL = ToolSpec(name="run", parameters={"type": "object", "properties": {}})
+_OVERFLOW = (
+    "This model's maximum context length is {window} tokens. However, your prompt contains {prompt} input tokens, "
+    "which leaves no room for an answer. Please reduce the length of the input prompt."
+)
+"""As vLLM words it for a chat: the words may reach a harness that looks for them."""
 GENERATE = "/inference/v1/generate"
 """Not under /v1."""
 
@@ -126,7 +131,7 @@ class TokenRoute:
         ids = await replace(self._at(order[0]).splicer, render=rendering).prompt(request)
         room = self._at(rendering.base).window - len(ids)  # asked again: the first may have been down
         if room < 1:
-            raise EngineOverflow(f"the model's maximum context length is {room + len(ids)}, the prompt's {len(ids)}")
+            raise EngineOverflow(_OVERFLOW.format(window=room + len(ids), prompt=len(ids)))
         asked = chat_body(replace(request, messages=_NOBODY.messages), sampling, session.session_id, model, False)
         body = generate_body(rendering.answer, ids, room, self._stream)
         return Plan(rendering.base, ids, body, asked | {"return_token_ids": False})
@@ -177,15 +182,8 @@ def turn_ids(answer: Assembly) -> "array[int]":
 def derender_body(asked: Mapping[str, Any], prompt: "array[int]", answer: Assembly) -> dict[str, Any]:
     """``POST /v1/chat/completions/derender``. The prompt goes along: its last mark says whether a thought is open."""
     choice = {"index": 0, "token_ids": turn_ids(answer).tolist(), "finish_reason": answer.finish}
-    ids = prompt.tolist()
-    generated = {"request_id": "spliced", "prompt_token_ids": ids, "choices": [choice]}
-    return {
-        "model": asked["model"],
-        "generate_response": generated,
-        "prompt_token_ids": ids,
-        "prompt_tokens": len(ids),
-        "chat_request": dict(asked),
-    }
+    generated = {"request_id": "spliced", "prompt_token_ids": prompt.tolist(), "choices": [choice]}
+    return {"model": asked["model"], "generate_response": generated, "chat_request": dict(asked)}
 
 
 def message_chunk(derendered: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
