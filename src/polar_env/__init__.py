@@ -60,6 +60,7 @@ NeMo Gym, and the command line goes through the same two.
         vllm_wire.py         its chat completions as data: a body out, chunks in. Pure
         replicas.py          servers over HTTP: one replica per session, failures as typed errors
         nemo_rl.py           the vLLM workers of a NeMo-RL job: required prefixes, one sampling profile
+        sglang.py            an SGLang server: ids, log-probs, input_ids for what carries on
         text.py              any chat API: words and no ids, to grade and to imitate
         scripted.py          policies in Python behind a real tokenizer and chat template
         scripts.py           what those policies say: fix, give up, do half

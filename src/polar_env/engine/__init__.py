@@ -13,6 +13,7 @@ from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 ENGINES: dict[str, str] = {
     "vllm": "polar_env.engine.vllm:VllmEngine",
     "nemo_rl": "polar_env.engine.nemo_rl:NemoRlEngine",
+    "sglang": "polar_env.engine.sglang:SglangEngine",
     "text": "polar_env.engine.text:TextEngine",
     "scripted": "polar_env.engine.scripted:ScriptedEngine",
 }
