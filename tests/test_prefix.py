@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_env.prefix import FIRST_LOOK, PrefixIndex, as_ids, common
+from polar_env.prefix import BLOCK, Line, PrefixIndex, as_ids
 from trajectory_helpers import ids, long_session
 
 tokens = st.lists(st.integers(0, 2), max_size=6)
@@ -165,9 +165,43 @@ def test_a_tree_made_of_deltas_is_the_same_tree(known: list[Call]) -> None:
     assert second.held == first.held
 
 
-@given(st.integers(0, 9 * FIRST_LOOK), st.integers(0, 9 * FIRST_LOOK))
-def test_two_arrays_agree_up_to_their_first_difference(length: int, at: int) -> None:
-    left, right = ids(range(length)), ids(range(length), 5)
-    if at < length:
-        right[at] = -1
-    assert common(as_ids(left), as_ids(right)) == common(as_ids(right), as_ids(left)) == min(at, length)
+sizes = st.integers(0, 3 * BLOCK) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+
+
+def line_of(*parts: "array[int]") -> Line:
+    line = Line()
+    for part in parts:
+        line.extend(part)
+    return line
+
+
+@given(st.lists(sizes, max_size=3), sizes, sizes)
+def test_a_line_gives_back_any_part_of_what_it_was_given(lengths: list[int], first: int, last: int) -> None:
+    whole = ids(range(sum(lengths)))
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    line = line_of(*(whole[start : start + size] for start, size in zip(starts, lengths, strict=True)))
+    first, last = sorted((min(first, len(whole)), min(last, len(whole))))
+    found = ids(-1) * (last - first + 2)
+    line.copy_to(found, 1, first, last)
+    assert (len(line), found) == (len(whole), ids(-1) + whole[first:last] + ids(-1))
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_a_line_and_ids_agree_up_to_their_first_difference(length: int, at: int, wrong: int, more: int) -> None:
+    whole, at = ids(range(length)), min(at, length)
+    asked = whole[at:] + ids(range(-more, 0))
+    if wrong < len(asked):
+        asked[wrong] = -9
+    assert line_of(whole).agrees(at, as_ids(asked)) == min(wrong, length - at)
+
+
+def test_sessions_longer_than_a_block_branch_and_come_back() -> None:
+    whole = ids(range(2 * BLOCK + 5))
+    index = PrefixIndex()
+    index.add("0", whole, ids(1))
+    for number, at in enumerate((BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK), start=1):
+        prompt = whole[:at] + ids(-number, range(BLOCK))
+        assert index.add(f"{number}", prompt, ids(7)).shared == at
+        assert index.parts(f"{number}") == (prompt, ids(7))
+    assert index.parts("0") == (whole, ids(1))
+    assert name(index, *whole, 1, 2) == "0"

@@ -1,7 +1,9 @@
 """Sessions and attempts without sockets: which request is which call, and how a session's ending is told."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -352,6 +354,20 @@ async def test_readers_of_a_cancelled_generation_are_told_even_if_it_never_ran()
         with pytest.raises(Refusal, match="shutting down"):
             await read(session, attempt)
         assert engine.requests == []
+
+
+async def test_an_answered_attempt_is_kept_for_a_replay_and_holds_nothing_of_its_generation() -> None:
+    """Attempts live as long as their session: at 100 calls a task and an event each are as much as the texts."""
+    async with opened(PlayedEngine([say("sampled")])) as session:
+        attempt = ask(session, "hi")
+        generation = weakref.ref(attempt.task) if attempt.task is not None else None
+        assert await read(session, attempt) == "sampled"
+        assert generation is not None
+        await asyncio.sleep(0)
+        gc.collect()
+        assert (attempt.task, generation(), attempt.deltas) == (None, None, [])
+        assert not [kept for kept in gc.get_referents(attempt) if isinstance(kept, asyncio.Event)]
+        assert await attempt.answer() is attempt.turn
 
 
 async def test_closing_twice_at_once_seals_once(tmp_path) -> None:

@@ -1,7 +1,7 @@
 """Calls, ledgers and call trees for the capture, trajectory and row tests: plain builders, no fakes."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ def ids(*values: int | Iterable[int]) -> "array[int]":
     """``ids(1, 2, range(3, 5))`` as array('i')."""
     flat = array("i")
     for value in values:
-        flat.extend([value] if isinstance(value, int) else value)
+        flat.extend((value,) if isinstance(value, int) else value)
     return flat
 
 
@@ -150,24 +150,28 @@ class Conversation:
         return record
 
 
-def long_session(turns: int = 150, tokens: int = 136_000, seed: int = 5) -> list[CallRecord]:
+def long_calls(turns: int = 150, tokens: int = 136_000, seed: int = 5) -> Iterator[CallRecord]:
     """A session as long as a hard SWE task: ``turns`` calls on one history that ends at ``tokens`` ids."""
     rng = np.random.default_rng(seed)
     first, per_turn = tokens // 8, (tokens - tokens // 8) // turns
     words = ("open", "the", "file", "and", "read", "its", "tests", "def", "return", "assert", "value", "where", "fails")
-    talk = Conversation()
-    talk.history.extend(rng.integers(0, 150_000, first).tolist())
-    for _ in range(turns):
-        sampled = rng.integers(0, 150_000, per_turn // 3)
-        new = rng.integers(0, 150_000, per_turn - len(sampled))
+    history = _drawn(rng, first)
+    for index in range(turns):
+        sampled = _drawn(rng, per_turn // 3)
+        history = history + _drawn(rng, per_turn - len(sampled))
         text = " ".join(rng.choice(words, len(sampled)))
-        talk.turn(
-            new.tolist(),
-            sampled.tolist(),
-            text=text,
-            log_probs=array("f", (-rng.exponential(0.4, len(sampled))).astype(np.float32)),
-        )
-    return talk.records
+        log_probs = array("f", (-rng.exponential(0.4, len(sampled))).astype(np.float32).tobytes())
+        yield call(index, history, sampled, text=text, log_probs=log_probs)
+        history = history + sampled
+
+
+def _drawn(rng: np.random.Generator, count: int) -> "array[int]":
+    return array("i", rng.integers(0, 150_000, count, dtype=np.int32).tobytes())
+
+
+def long_session(turns: int = 150, tokens: int = 136_000, seed: int = 5) -> list[CallRecord]:
+    """``long_calls``, all at once."""
+    return list(long_calls(turns, tokens, seed))
 
 
 # --- random call trees and finished rollouts --------------------------------------------------------------------

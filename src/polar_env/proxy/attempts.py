@@ -110,7 +110,8 @@ class Attempt:
         self._readers = 0
         self._left = False
         self._timer: asyncio.TimerHandle | None = None
-        self._pulse = asyncio.Event()
+        self._pulse: asyncio.Event | None = None
+        """Made when somebody waits: an attempt is kept as long as its session, and an event is most of its memory."""
 
     @property
     def running(self) -> bool:
@@ -160,8 +161,9 @@ class Attempt:
                 self.task.cancel()
 
     def _tell(self) -> None:
-        self._pulse.set()
-        self._pulse = asyncio.Event()
+        if self._pulse is not None:
+            self._pulse.set()
+            self._pulse = None
 
     # --- the reading side ---
 
@@ -185,7 +187,7 @@ class Attempt:
         """Wait for anything to change; False after ``seconds`` without. Raises Refusal when the attempt failed."""
         if self.error is not None:
             raise refusal(self.error)
-        pulse = self._pulse
+        pulse = self._pulse = self._pulse or asyncio.Event()
         try:
             async with asyncio.timeout(seconds):
                 await pulse.wait()

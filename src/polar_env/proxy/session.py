@@ -291,6 +291,7 @@ class Session:
 
     def _finished(self, attempt: Attempt) -> None:
         self._running.discard(attempt)
+        attempt.task = None  # the attempt is kept, to be replayed
         attempt.fail(Refusal(503, "the proxy is shutting down"))  # cancelled from outside, perhaps before it ever ran
 
     async def _run(self, attempt: Attempt, ask: Ask, earlier: Attempt | None) -> None:
