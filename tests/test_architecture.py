@@ -78,7 +78,7 @@ TABLE = (
     Row("engine.*", 3, (*FACTS, "config", "capture", "proxy.sse", "engine", "engine.*")),
     Row("tasks.*", 3, (*FACTS, "config", "tasks", "tasks.*")),
     Row("harness.*", 3, (*FACTS, "config", "harness", "harness.*")),
-    Row("grade.*", 3, (*FACTS, "config", "sandbox", "sandbox.*", "tasks", "grade", "grade.*")),
+    Row("grade.*", 3, (*FACTS, "config", "sandbox", "sandbox.*", "tasks", "tasks.*", "grade", "grade.*")),
     # Level 4: bytes between aiohttp and the sessions.
     Row(
         "proxy.server",

@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import json
 import os
+import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from polar_env.grade import report as official
 from polar_env.grade.report import Worker
 from polar_env.grade.swebench import grade
 from polar_env.tasks import Prepared
-from polar_env.types import Verdict, VerdictStatus
+from polar_env.types import Flag, Verdict, VerdictStatus
 from sandbox_helpers import config, data_folder, git_repo, prepared_of
 
 CODE = b"def f():\n    return 1\n\n\ndef g():\n    return 3\n"
@@ -176,8 +178,8 @@ async def test_the_tests_have_no_network(prepared: Prepared) -> None:
     assert (await verdict(prepared, probe)).pass_to_pass == (0, 0)
 
 
-async def test_a_script_that_fails_before_its_tests_says_so(prepared: Prepared) -> None:
-    found = await verdict(prepared, running("import os, signal", "os.kill(os.getppid(), signal.SIGKILL)"))
+async def test_tests_that_are_shot_give_no_result_and_say_so(prepared: Prepared) -> None:
+    found = await verdict(prepared, running("import os, signal", "os.kill(os.getpid(), signal.SIGKILL)"))
     assert found.status is VerdictStatus.UNRESOLVED
     assert "no test result" in found.detail
 
@@ -188,11 +190,12 @@ async def test_a_script_that_fails_before_its_tests_says_so(prepared: Prepared) 
 async def test_what_changes_how_tests_run_is_refused_unrun(prepared: Prepared) -> None:
     found = await grade(prepared, adding("conftest.py", "x = 1").encode(), sandbox=config(bwrap="/no"), timeout=1)
     assert (found.status, found.detail) == (VerdictStatus.REFUSED, "conftest.py changes how tests run")
+    assert found.flags == (Flag.TEST_HOOKS,)
 
 
 async def test_editing_only_the_tests_is_an_empty_patch(prepared: Prepared) -> None:
     found = await verdict(prepared, adding("tests/test_new.py", "pass"))
-    assert found.status is VerdictStatus.EMPTY_PATCH
+    assert (found.status, found.flags) == (VerdictStatus.EMPTY_PATCH, (Flag.TESTS_EDITED,))
     assert "tests/test_new.py" in found.detail
 
 
@@ -204,14 +207,31 @@ async def test_a_test_file_created_beforehand_does_not_keep_the_real_one_out(pre
     assert (await verdict(prepared, neutered + GOLD)).status is VerdictStatus.RESOLVED
 
 
-async def test_a_log_forged_at_run_time_is_refused(prepared: Prepared) -> None:
-    """The first pair of markers counts for the parser; a second one gives the trick away."""
-    ok = [name("test_old.T", "test_f"), name("test_new.N", "test_both"), name("test_old.T", "test_g")]
-    lines = ["import sys", "m = '>' * 5 + ' '", "w = lambda s: sys.stderr.write(s + chr(10))",
-             "w(m + 'Start Test Output')", *(f"w('{test} ... ok')" for test in ok),
+FORGED = [name("test_old.T", "test_f"), name("test_new.N", "test_both"), name("test_old.T", "test_g")]
+WRITE = ("import sys, os, atexit", "w = lambda s: os.write(2, (s + chr(10)).encode())")
+
+
+async def test_markers_a_test_prints_are_broken_and_flagged(prepared: Prepared) -> None:
+    """The official parser takes what stands between the first pair: with a forged pair that would be its own lines."""
+    lines = [*WRITE, "m = '>' * 5 + ' '", "w(m + 'Start Test Output')", *(f"w('{test} ... ok')" for test in FORGED),
              "w(m + 'End Test Output')"]  # fmt: skip
     found = await verdict(prepared, running(*lines))
-    assert (found.status, "forged" in found.detail) == (VerdictStatus.REFUSED, True)
+    assert (found.status, found.flags) == (VerdictStatus.UNRESOLVED, (Flag.LOG_MARKERS,))
+    honest = GOLD.replace("+    return 2\n", "+    print('>>>>' + '> Patch Apply Failed')\n+    return 2\n")
+    assert (await verdict(prepared, honest.replace("+1,5", "+1,6"))).status is VerdictStatus.RESOLVED
+
+
+async def test_a_test_that_is_said_to_pass_after_it_failed_is_refused(prepared: Prepared) -> None:
+    """The official parser takes the last word."""
+    lines = [*WRITE, *(f"atexit.register(w, '{test} ... ok')" for test in FORGED)]
+    found = await verdict(prepared, running(*lines))
+    assert (found.status, found.flags, found.official) == (VerdictStatus.REFUSED, (Flag.CONFLICTING,), True)
+
+
+async def test_results_printed_before_the_process_ends_itself_prove_nothing(prepared: Prepared) -> None:
+    lines = [*WRITE, *(f"w('{test} ... ok')" for test in FORGED), "os._exit(0)"]
+    found = await verdict(prepared, running(*lines))
+    assert (found.status, found.flags, found.official) == (VerdictStatus.REFUSED, (Flag.FORCED_PASS,), True)
 
 
 async def test_rewriting_the_script_while_it_runs_changes_nothing(prepared: Prepared) -> None:
@@ -233,6 +253,17 @@ async def test_nothing_of_a_grading_reaches_the_next(prepared: Prepared) -> None
 async def test_a_sandbox_that_cannot_start_is_an_error_never_a_verdict(prepared: Prepared) -> None:
     with pytest.raises(GradeError, match="grading sandbox"):
         await grade(prepared, GOLD.encode(), sandbox=config(bwrap="/nowhere/bwrap"), timeout=10)
+
+
+async def test_a_task_whose_own_fix_fails_here_is_an_error_and_never_a_zero(prepared: Prepared, tmp_path: Path) -> None:
+    """Whatever an agent does there is scored 0: the task must not be trained on."""
+    row = {**prepared.task.row, "patch": GOLD.replace("return 2", "return 4")}
+    assert prepared.repo is not None
+    broken = replace(
+        prepared, task=replace(prepared.task, row=row), repo=shutil.copytree(prepared.repo, tmp_path / "r")
+    )
+    with pytest.raises(GradeError, match="own fix is not resolved"):
+        await verdict(broken, GOLD)
 
 
 async def test_a_row_of_an_older_schema_is_named(prepared: Prepared) -> None:

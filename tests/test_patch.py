@@ -1,13 +1,10 @@
 """What an agent left behind becomes a patch; what a patch may not do."""
 
-import gzip
 import io
-import json
 import subprocess
 import tarfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +13,11 @@ from hypothesis import strategies as st
 from polar_env.errors import SandboxError
 from polar_env.grade import patch as patches
 from polar_env.grade.diff import sections
-from polar_env.grade.patch import extract, review, snapshot, without_tests
+from polar_env.grade.patch import extract, snapshot
 from polar_env.grade.swebench import box_of
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 from polar_env.tasks import Prepared
-from sandbox_helpers import config, data_folder, git_repo, prepared_of
+from sandbox_helpers import config, git_repo, prepared_of
 
 FILES: dict[str, bytes] = {
     "pkg/__init__.py": b"",
@@ -232,116 +229,4 @@ def test_header_lines_inside_a_hunk_are_content() -> None:
 
 def test_a_hunk_that_lies_about_its_length_hides_nothing() -> None:
     lying = diff("code.py", "@@ -1,900 +1,900 @@\n-a\n+b\n") + diff("conftest.py")
-    assert review(lying.encode()) is not None
-
-
-# --- judging ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("patch", "reason"),
-    [
-        (diff("conftest.py"), "conftest.py changes how tests run"),
-        (diff("tests/deep/conftest.py", extra="new file mode 100644\n"), "changes how tests run"),
-        (diff("sitecustomize.py"), "changes how tests run"),
-        (diff("src/evil.pth"), "changes how tests run"),
-        (diff("pytest.ini"), "changes how tests run"),
-        ('diff --git "a/\\143onftest.py" "b/\\143onftest.py"\n', "conftest.py changes"),
-        ("diff --git a/a.py b/conftest.py\nrename from a.py\nrename to conftest.py\n", "changes how tests run"),
-        (diff("../outside.py"), "outside the repository"),
-        (diff("a/../../b.py"), "outside the repository"),
-        ("--- a/x\n+++ /etc/passwd\n@@ -1 +1 @@\n-a\n+b\n", "outside the repository"),
-        (diff(".git/hooks/post-checkout"), "git's own"),
-        (diff("sub/.GIT/config"), "git's own"),
-        ("--- /dev/null\n+++ b/.git/hooks/x\n@@ -0,0 +1 @@\n+a\n", "git's own"),
-        (diff("sub", "@@ -0,0 +1 @@\n+Subproject commit 1\n", "new file mode 160000\n"), "gitlink"),
-        (diff("link", "@@ -0,0 +1 @@\n+/etc/passwd\n", "new file mode 120000\n"), "symbolic link out"),
-        (diff("a/link", "@@ -0,0 +1 @@\n+../../x\n", "new file mode 120000\n"), "symbolic link out"),
-        (diff("link", "@@ -0,0 +1 @@\n+.git/hooks\n", "new file mode 120000\n"), "symbolic link out"),
-        (diff("code.py", "@@ -1 +1 @@\n-a\n+print('>>>>> Start Test Output')\n"), "log markers"),
-        (diff("code.py") * 101, "101 files"),
-        (diff("code.py", "@@ -0,0 +1 @@\n+" + "x" * 1_000_000 + "\n"), "bytes"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_and_why(patch: str, reason: str) -> None:
-    found = review(patch.encode())
-    assert found is not None
-    assert reason in found
-
-
-@pytest.mark.parametrize(
-    "patch",
-    [
-        "",
-        diff("src/code.py"),
-        diff("tests/test_new.py", extra="new file mode 100644\n"),
-        diff("setup.py"),
-        diff("docs/conftest.py.rst"),
-        diff("a/link", "@@ -0,0 +1 @@\n+../b\n", "new file mode 120000\n"),
-        diff("odd..name/..x.py"),
-        diff(".github/workflows/ci.yml"),
-    ],
-)
-def test_what_is_not_refused(patch: str) -> None:
-    assert review(patch.encode()) is None
-
-
-def test_files_the_tests_bring_are_left_out_and_the_rest_is_untouched() -> None:
-    row = {"test_patch": diff("tests/test_a.py") + diff("tests/new.py", extra="new file mode 100644\n")}
-    mine = diff("src/a.py") + diff("tests/test_a.py") + diff("src/b.py") + diff("tests/new.py")
-    kept, dropped = without_tests(mine.encode(), row)
-    assert kept == (diff("src/a.py") + diff("src/b.py")).encode()
-    assert dropped == ("tests/new.py", "tests/test_a.py")
-    assert without_tests(diff("src/a.py").encode(), row) == (diff("src/a.py").encode(), ())
-
-
-def test_a_file_renamed_onto_a_test_file_is_left_out() -> None:
-    renamed = b"diff --git a/x.py b/tests/t.py\nsimilarity index 100%\nrename from x.py\nrename to tests/t.py\n"
-    assert without_tests(renamed, {"test_patch": diff("tests/t.py")}) == (b"", ("tests/t.py",))
-
-
-# --- real corpora -----------------------------------------------------------------------------------------------
-
-DATA = data_folder()
-needs_data = pytest.mark.skipif(DATA is None, reason="no SWE-bench data (set POLAR_SWEBENCH_DATA)")
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    assert DATA is not None
-    return pq.read_table(DATA / name).to_pylist()
-
-
-def attacks() -> list[dict[str, Any]]:
-    if DATA is None or not (DATA / "attack_cases.jsonl.gz").exists():
-        return []
-    with gzip.open(DATA / "attack_cases.jsonl.gz", "rt") as file:
-        return [json.loads(line) for line in file]
-
-
-@needs_data
-@pytest.mark.parametrize(
-    "name", ["SWE-bench_Verified_test.parquet", "SWE-bench_Lite_dev.parquet", "SWE-bench_Multilingual_test.parquet"]
-)
-def test_every_gold_patch_is_graded_whole(name: str) -> None:
-    """A denylist that hits one real fix would punish what we want to teach."""
-    for row in rows(name):
-        gold = row["patch"].encode()
-        assert review(gold) is None, row["instance_id"]
-        assert without_tests(gold, row) == (gold, ()), row["instance_id"]
-
-
-@pytest.mark.skipif(not attacks(), reason="no attack corpus (set POLAR_SWEBENCH_DATA)")
-@pytest.mark.parametrize("case", attacks(), ids=lambda case: f"{case['iid']}-{case['attack']}")
-def test_attacks_on_the_official_grader_are_met_before_a_test_runs(case: dict[str, Any]) -> None:
-    """Refused outright, or the files they need never arrive; patches with the real fix alone are untouched."""
-    if case["attack"] == "huge_20MB":
-        return  # the corpus keeps only its name; the size limit has its own test
-    row = next(r for r in rows("SWE-bench_Verified_test.parquet") if r["instance_id"] == case["iid"])
-    patch = case["patch"].encode()
-    kept, _ = without_tests(patch, row)
-    met = review(patch) is not None or kept.strip() != patch.strip()
-    hooks = ("conftest", "ini_", "edit_", "delete_", "precreate", "traversal", "git_hook", "gold_submodule",
-             "gold_prints", "gold_hang", "gold_kill", "setup_dup")  # fmt: skip
-    assert met == case["attack"].startswith(hooks)
+    assert [part.paths for part in sections(lying.encode())] == [{b"code.py"}, {b"conftest.py"}]

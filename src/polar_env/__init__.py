@@ -108,10 +108,17 @@ NeMo Gym, and the command line goes through the same two.
         once.py              directories made once between all processes
         conda.py             what the official images were built from, read back
       grade/                 what the harness left behind becomes a verdict
-        patch.py             the change, extracted against a pristine git directory, and judged
+        patch.py             the change, extracted against a pristine git directory
         diff.py              git patches as data, read byte by byte
-        swebench.py          the official evaluation in a fresh sandbox
-        canary.py            a second run whose tests must fail: catches forced passes
+        review.py            what a patch says before it is run: refusals, flags. Pure
+        hidden.py            the tests' files, made on the host and placed from outside
+        phases.py            the official script as install, build and test; the log put together outside. Pure
+        audit.py             what installing changed and left running
+        trial.py             one run of a patch against test files, in a sandbox of its own
+        right.py             what the row's own fix does here, measured once
+        mutants.py           rewritings of a test that a right program fails. Pure
+        canary.py            a resolved patch runs again, with tests that must fail among them
+        swebench.py          a patch becomes a verdict
         report.py            the worker process around the swebench package
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row

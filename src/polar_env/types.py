@@ -89,7 +89,7 @@ class Flag(StrEnum):
     """What a grading noticed about a patch besides its verdict; ``reward.FLAGS`` says what each is worth."""
 
     TEST_HOOKS = "test_hooks"
-    """It brings files that change what a test run means (conftest.py, sitecustomize.py, .pth, a module named pytest)."""
+    """It brings files that change what a test run means (conftest.py, .pth, a module named pytest, …)."""
     GIT_FILES = "git_files"
     """It writes into git's own directory, or its attributes."""
     OUTSIDE = "outside"

@@ -1,153 +1,349 @@
-"""A second run of a resolved patch, with the tests that must pass rewritten to fail: one that still passes was forced.
+"""Proof that passing means something: the tests run again as they are, and again rewritten so that some must fail.
 
-Reports can be forged from code the denylist cannot see (a package that patches its test runner, a ``setup.py`` that
-installs a plugin). Measured on nine such tricks: all caught, no gold patch hit (design: swebench 5f). It is no proof: a
-patch written against it, that tells the two runs apart by the folder or by the rewritten source, still passes.
+Reports can be forged from code no denylist sees: a package that patches its test runner reports what it likes. So a
+patch that was resolved runs again, in fresh sandboxes and in random order: the real tests once more, and test files in
+which FAIL_TO_PASS tests, and some others, ask for what no program gives or for the contrary (``mutants``), while others
+are only renamed. Every rewritten test must fail and every renamed one pass. Which rewriting the right fix fails was
+measured before (``Bank``), so an honest fix is not at the mercy of a rewriting that nobody reaches.
+
+A forger must tell a rewritten test from a real one by its text alone; to force, to invert, to go by the clock, by what
+it saw before or by chance all show. One that knows the hidden tests by heart is not caught; it would know the fix too.
 """
 
 import ast
 import asyncio
-import json
 import re
-import shlex
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Set
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random, SystemRandom
 from typing import Any
 
-from polar_env.config import child_environment
-from polar_env.errors import GradeError, SandboxError, boundary
-from polar_env.grade.diff import sections
-from polar_env.sandbox.sandbox import Sandbox
+from polar_env.grade.hidden import Hidden, listed
+from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
+from polar_env.grade.right import FAILS, PASSES, Right, read, remembered, status
+from polar_env.grade.trial import Course, Trial, run
+from polar_env.types import Flag
 
-_FOLDER = "/tmp/eval-files"  # noqa: S108 - in the sandbox
-_PYTEST = re.compile(r"^(?P<file>[^:]+\.py)::(?P<classes>(?:\w+::)*)(?P<name>\w+)(?:\[.*)?$", re.DOTALL)
+_PYTEST = re.compile(r"^(?P<file>[^:]+\.py)::(?P<classes>(?:\w+::)*)(?P<name>\w+)(?P<rest>(?:\[.*)?)$", re.DOTALL)
 _UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<dotted>[\w.]+)\)$")
-_START = ": '>>>>> Start Test Output'"
+_OTHERS, _RENAMED = 4, 3
+"""How many further tests are rewritten, and how many renamed, in one run."""
+_WORDS = ("again", "basic", "default", "edge", "empty", "error", "extra", "multiple", "nested", "plain", "simple",
+          "single", "twice", "unicode", "value")  # fmt: skip
+_Where = tuple[str, Place]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a test is defined: its class (empty for a plain function) and its name."""
+class Mutant:
+    """A rewriting, and the ids that failed under it although the fix was right."""
 
-    cls: str
-    name: str
+    path: str
+    place: Place
+    edit: Edit
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Planted:
-    """A script that runs failing tests, and the ids of those that must not pass under it."""
+class Bank:
+    """What can be done to a task's tests."""
 
-    script: str
-    tests: tuple[str, ...]
+    mutants: tuple[Mutant, ...] = ()
+    renamable: frozenset[_Where] = frozenset()
+
+    def plain(self) -> dict[str, Any]:
+        rows = [[m.path, m.place.cls, m.place.name, m.edit.start, m.edit.end, m.edit.text, m.edit.kind, list(m.ids)]
+                for m in self.mutants]  # fmt: skip
+        return {"mutants": rows, "renamable": sorted([path, at.cls, at.name] for path, at in self.renamable)}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "Bank":
+        mutants = (Mutant(path, Place(cls, name), Edit(start, end, text, Kind(kind)), tuple(ids))
+                   for path, cls, name, start, end, text, kind, ids in plain["mutants"])  # fmt: skip
+        return cls(tuple(mutants), frozenset((path, Place(cls, name)) for path, cls, name in plain["renamable"]))
 
 
-def places(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Place]]:
-    """Test file -> FAIL_TO_PASS id -> its place, for the files the row's test patch brings.
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Test files of one proving run, and what must come of them."""
 
-    Ids are pytest's or unittest's; an id of another form, or of a file the test patch does not touch, is left out.
-    """
-    listed = row["FAIL_TO_PASS"]
-    ids: list[str] = json.loads(listed) if isinstance(listed, str) else listed
-    parts = sections(str(row["test_patch"]).encode())
-    found: dict[str, dict[str, Place]] = {}
-    for path in sorted({path.decode("utf-8", "replace") for part in parts for path in part.paths}):
-        here = {test: place for test in ids if (place := _place(test, path))}
-        if here:
-            found[path] = here
+    tests: Hidden
+    must_fail: frozenset[str] = frozenset()
+    must_pass: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    """Ids, as the real files have them, of every test that was rewritten or renamed."""
+
+
+# --- which tests ------------------------------------------------------------------------------------------------
+
+
+def sources(tests: Hidden) -> dict[str, Source]:
+    """The Python files among the tests that this interpreter can read."""
+    found: dict[str, Source] = {}
+    for path, data in tests.files.items():
+        if path.endswith(".py") and data:
+            try:
+                found[path] = Source(data)
+            except (SyntaxError, ValueError):
+                continue
     return found
 
 
-def _place(test: str, path: str) -> Place | None:
+def located(ids: Iterable[str], files: Mapping[str, Source]) -> dict[_Where, tuple[str, ...]]:
+    """Where tests are defined -> their ids, for those that are defined once in one of the files.
+
+    Ids are pytest's, unittest's, sympy's bare names, or the first line of a docstring, as unittest prints it.
+    """
+    spots: dict[_Where, list[str]] = {}
+    by_name: dict[str, list[_Where]] = {}
+    for path, source in files.items():
+        for place, functions in source.functions().items():
+            if len(functions) == 1:
+                spots[path, place] = []
+                told = (ast.get_docstring(functions[0]) or "").strip().partition("\n")[0].strip()
+                for name in {place.name, told} - {""}:
+                    by_name.setdefault(name, []).append((path, place))
+    for test in ids:
+        where = _where(test, spots, by_name)
+        if where is not None:
+            spots[where].append(test)
+    return {where: tuple(tests) for where, tests in spots.items() if tests}
+
+
+def _where(test: str, spots: Iterable[_Where], by_name: Mapping[str, Sequence[_Where]]) -> _Where | None:
     if match := _PYTEST.match(test):
-        inside = (match["classes"] or "").split("::")
-        return Place(inside[-2] if len(inside) > 1 else "", match["name"]) if match["file"] == path else None
+        inside = match["classes"].split("::")
+        where = (match["file"], Place(inside[-2] if len(inside) > 1 else "", match["name"]))
+        return where if where in spots else None
     if match := _UNITTEST.match(test):
-        module = path.removesuffix(".py").replace("/", ".")
         dotted, _, cls = match["dotted"].removesuffix(f".{match['name']}").rpartition(".")
-        return Place(cls, match["name"]) if dotted and f".{module}".endswith(f".{dotted}") else None
+        named = (at for at in by_name.get(match["name"], ()) if at[1] == Place(cls, match["name"]))
+        found = [at for at in named if dotted and f".{_module(at[0])}".endswith(f".{dotted}")]
+    else:
+        found = list(by_name.get(test.strip(), ()))
+    return found[0] if len(found) == 1 else None
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def renamed_id(test: str, name: str, new: str) -> str | None:
+    """The id of a test whose function gets another name, or ``None`` where the id does not show it."""
+    if match := _PYTEST.match(test):
+        return f"{test[: match.start('name')]}{new}{match['rest']}"
+    if match := _UNITTEST.match(test):
+        dotted = match["dotted"]
+        return f"{new} ({dotted.removesuffix(name) + new if dotted.endswith(f'.{name}') else dotted})"
+    return new if test == name else None
+
+
+# --- measuring what can be done ---------------------------------------------------------------------------------
+
+
+async def bank(course: Course, tests: Hidden, right: Right) -> Bank:
+    """The rewritings the right fix fails, measured in two or three runs and remembered."""
+    plain = await remembered(course.prepared, course.config.provider, "canary", partial(_fill, course, tests, right))
+    return Bank.of(plain)
+
+
+async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
+    row, random, files = course.prepared.task.row, Random(0), sources(tests)  # noqa: S311 - the bank may be the same twice
+    wanted = listed(row, "FAIL_TO_PASS")
+    passing = [test for test in [*wanted, *listed(row, "PASS_TO_PASS")] if status(right.statuses, test) == "PASSED"]
+    spots = located(passing, files)
+    menu = {(path, at): [*edits(files[path], _function(files[path], at), random),
+                         certain(files[path], _function(files[path], at), random)]
+            for path, at in spots}  # fmt: skip
+    held = Bank()
+    needed = [where for where, ids in spots.items() if set(ids) & set(wanted)]
+    if not row.get("patch"):  # nothing to measure with: only what fails under any program
+        where = located(wanted, files)
+        sure = {at: certain(files[at[0]], _function(files[at[0]], at[1]), random) for at in where}
+        return Bank(tuple(Mutant(*at, edit, where[at]) for at, edit in sure.items())).plain()
+    patch, course = str(row.get("patch") or "").encode(), replace(course, timeout=right.patience)
+    for turn in range(3 if needed else 0):
+        tried = {where: _choose(options, turn) for where, options in menu.items()}
+        others = sorted(set(spots) - set(needed) - held.renamable)
+        renamed = dict.fromkeys(random.sample(others, min(_RENAMED, len(others))), _WORDS[0]) if turn < 2 else {}
+        tried = {where: edit for where, edit in tried.items() if where not in renamed}
+        probe = _rewritten(tests, files, spots, tried, renamed)
+        told = await asyncio.to_thread(read, row, await run(course, patch, probe.tests))
+        held = _learn(held, spots, tried, renamed, told)
+        good = [m for m in held.mutants if set(m.ids) & set(wanted)]
+        kinds = {where: {m.edit.kind for m in good if (m.path, m.place) == where} for where in needed}
+        if turn and all(len(found) == 2 for found in kinds.values()):
+            break
+    return held.plain()
+
+
+def _function(source: Source, place: Place) -> Any:
+    return source.functions()[place][0]
+
+
+def _choose(menu: Sequence[Edit], turn: int) -> Edit:
+    """What to try on a test: one that asks for something wrong, then one that asks for the contrary, then the last of
+    the menu, which is certain to fail."""
+    if turn == 2:
+        return menu[-1]
+    kind = (Kind.WRONG, Kind.OPPOSITE)[turn]
+    return next((edit for edit in menu if edit.kind is kind), menu[-1])
+
+
+def _learn(
+    held: Bank,
+    spots: Mapping[_Where, tuple[str, ...]],
+    tried: Mapping[_Where, Edit],
+    renamed: Mapping[_Where, str],
+    told: Mapping[str, str],
+) -> Bank:
+    """What a run under the right fix proved."""
+    found = list(held.mutants)
+    for (path, place), edit in tried.items():
+        failed = tuple(test for test in spots[path, place] if status(told, test) in FAILS)
+        if failed:
+            found.append(Mutant(path, place, edit, failed))
+    good = {where for where, word in renamed.items() if _passed(spots[where], where[1].name, word, told)}
+    return Bank(tuple(dict.fromkeys(found)), held.renamable | good)
+
+
+def _passed(ids: Sequence[str], name: str, word: str, told: Mapping[str, str]) -> bool:
+    names = [renamed_id(test, name, f"{name}_{word}") for test in ids]
+    return all(new is not None and status(told, new) == "PASSED" for new in names)
+
+
+# --- proving ----------------------------------------------------------------------------------------------------
+
+
+def _rewritten(
+    tests: Hidden,
+    files: Mapping[str, Source],
+    spots: Mapping[_Where, tuple[str, ...]],
+    edited: Mapping[_Where, Edit],
+    renamed: Mapping[_Where, str],
+    failing: Mapping[_Where, tuple[str, ...]] | None = None,
+) -> Canary:
+    """Test files with these tests edited and renamed (a test may be both), and the ids that follow from it.
+
+    ``failing`` narrows what must fail of an edited test; without it that is every id of it.
+    """
+    changes: dict[str, list[tuple[int, int, str]]] = {}
+    for (path, _), edit in edited.items():
+        changes.setdefault(path, []).append((edit.start, edit.end, edit.text))
+    for (path, place), word in renamed.items():
+        span = files[path].name_span(_function(files[path], place))
+        assert span is not None
+        changes.setdefault(path, []).append((*span, f"{place.name}_{word}"))
+    texts = {path: apply(files[path].data, parts) for path, parts in changes.items()}
+    fails = {test for where in edited for test in _ids((failing or spots)[where], where, renamed)}
+    passes = {test for where in renamed.keys() - edited.keys() for test in _ids(spots[where], where, renamed)}
+    changed = {test for where in {*edited, *renamed} for test in spots[where]}
+    made = replace(tests, files={**tests.files, **texts})
+    return Canary(made, frozenset(fails), frozenset(passes), frozenset(changed))
+
+
+def _ids(ids: Iterable[str], where: _Where, renamed: Mapping[_Where, str]) -> Iterator[str]:
+    name = where[1].name
+    for test in ids:
+        new = renamed_id(test, name, f"{name}_{renamed[where]}") if where in renamed else test
+        yield test if new is None else new
+
+
+def plan(tests: Hidden, held: Bank, row: Mapping[str, Any], random: Random) -> list[Canary]:
+    """The rewritten test files of one grading: one if it holds both kinds of rewriting, else two; none if no
+    FAIL_TO_PASS test can be rewritten."""
+    files, wanted = sources(tests), set(listed(row, "FAIL_TO_PASS"))
+    spots = located([*wanted, *listed(row, "PASS_TO_PASS")], files)
+    choices: dict[_Where, list[Mutant]] = {}
+    for mutant in held.mutants:
+        where = (mutant.path, mutant.place)
+        if set(mutant.ids) & wanted or not set(spots.get(where, ())) & wanted:
+            choices.setdefault(where, []).append(mutant)
+    needed = [where for where in choices if set(spots.get(where, ())) & wanted]
+    others = [where for where in choices if where not in needed]
+    if not needed:
+        return []
+    first = {where: random.choice(choices[where]) for where in needed}
+    second = {where: _unlike(first[where], choices[where], random) for where in needed}
+    runs = [first] if len({mutant.edit.kind for mutant in first.values()}) == 2 else [first, second]
+    return [_with_others(tests, files, spots, chosen, choices, others, held.renamable, random) for chosen in runs]
+
+
+def _unlike(first: Mutant, choices: Sequence[Mutant], random: Random) -> Mutant:
+    return random.choice([m for m in choices if m.edit.kind is not first.edit.kind] or list(choices))
+
+
+def _with_others(
+    tests: Hidden,
+    files: Mapping[str, Source],
+    spots: Mapping[_Where, tuple[str, ...]],
+    chosen: Mapping[_Where, Mutant],
+    choices: Mapping[_Where, Sequence[Mutant]],
+    others: Sequence[_Where],
+    renamable: frozenset[_Where],
+    random: Random,
+) -> Canary:
+    """``chosen``, some further tests rewritten, and some renamed; those that are both must fail all the same."""
+    more = {where: random.choice(choices[where]) for where in random.sample(others, min(_OTHERS, len(others)))}
+    free = sorted(renamable - chosen.keys())
+    names = {where: random.choice(_WORDS) for where in random.sample(free, min(_RENAMED, len(free)))}
+    taken = {f"{where[1].name}_{word}" for where, word in names.items()} & {at.name for _, at in spots}
+    names = {where: word for where, word in names.items() if f"{where[1].name}_{word}" not in taken}
+    mutants = {**more, **chosen}
+    edited = {where: mutant.edit for where, mutant in mutants.items()}
+    return _rewritten(tests, files, spots, edited, names, {where: m.ids for where, m in mutants.items()})
+
+
+async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: Right) -> tuple[Flag, str] | None:
+    """Run a resolved patch again, as it is and rewritten, in random order: what speaks against it, or ``None``.
+
+    A run that contradicts is repeated once: a test that fails now and then is not held against anybody.
+    """
+    row, random = course.prepared.task.row, SystemRandom()
+    canaries = plan(tests, held, row, random)
+    if not canaries:
+        return Flag.UNPROVEN, "no FAIL_TO_PASS test could be rewritten"
+    real = Canary(tests, must_pass=frozenset(_solid(listed(row, "FAIL_TO_PASS"), right)))
+    steps = [real, *canaries]
+    random.shuffle(steps)
+    others = frozenset(_solid(listed(row, "PASS_TO_PASS"), right))
+    for step in steps:
+        problem = ""
+        for _ in range(2):
+            trial = await run(course, patch, step.tests)
+            told = await asyncio.to_thread(read, row, trial)
+            if not (problem := judge(step, trial, partial(status, told), others)):
+                break
+        if problem:
+            return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem
     return None
 
 
-def failing(source: str, wanted: Set[Place]) -> tuple[str, frozenset[Place]]:
-    """The test file with these tests failing at once, and those that were found in it. Pure.
-
-    Raises:
-        SyntaxError: it is Python of another version.
-    """
-    lines = source.split("\n")
-    found = [(node, place) for node, place in _defined(ast.parse(source), "") if place in wanted]
-    for node, _ in sorted(found, key=lambda pair: pair[0].lineno, reverse=True):
-        first = node.body[0]
-        at = min([first.lineno, *(mark.lineno for mark in getattr(first, "decorator_list", ()))]) - 1
-        before = lines[at].encode()[: first.col_offset].decode()
-        if at == first.lineno - 1 and before.strip():  # the body stands on the line of its def
-            lines[at] = f"{before}raise AssertionError; {lines[at][len(before) :]}"
-        else:
-            lines.insert(at, f"{lines[at][: len(lines[at]) - len(lines[at].lstrip())]}raise AssertionError")
-    return "\n".join(lines), frozenset(place for _, place in found)
+def _solid(ids: Iterable[str], right: Right) -> Iterator[str]:
+    """Tests that plainly pass under the right fix."""
+    yield from (test for test in ids if status(right.statuses, test) == "PASSED")
 
 
-def _defined(node: ast.AST, cls: str) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, Place]]:
-    """Functions of a module or class, with the class they are in; not those inside functions."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child, Place(cls, child.name)
-        else:
-            yield from _defined(child, child.name if isinstance(child, ast.ClassDef) else cls)
+def _in_summary(test: str, told: Callable[[str], str | None]) -> str | None:
+    """unittest's line of a test is lost when the program prints into it; a failure is told again below, by name."""
+    match = _UNITTEST.match(test)
+    return told(match["name"]) if match else None
 
 
-async def plant(sandbox: Sandbox, row: Mapping[str, Any], script: str) -> Planted | None:
-    """Put failing versions of the row's tests into a fresh sandbox, before the patch is applied. ``None`` when the row
-    has no test this can be done to.
-
-    Raises:
-        SandboxError, GradeError: the sandbox or our git failed.
-    """
-    wanted = places(row)
-    if not wanted or _START not in script:
-        return None
-    before: dict[str, bytes] = {}
-    for path in wanted:
-        with suppress(SandboxError):  # the test patch creates it
-            before[path] = await sandbox.read(path)
-    rewritten, tests = await asyncio.to_thread(_rewrite, before, wanted, row)
-    moves: list[str] = []
-    for at, (path, text) in enumerate(rewritten.items()):
-        await sandbox.write(f"{_FOLDER}/{at}", text.encode("utf-8", "surrogateescape"))
-        moves.append(f"cp {_FOLDER}/{at} {shlex.quote(path)}")
-    return Planted(script.replace(_START, "\n".join([*moves, _START]), 1), tests) if tests else None
-
-
-def _rewrite(
-    before: Mapping[str, bytes], wanted: Mapping[str, Mapping[str, Place]], row: Mapping[str, Any]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(path -> the test file as the official script makes it, but failing; the tests that fail by it)."""
-    texts: dict[str, str] = {}
-    tests: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="polar-canary-") as folder, boundary(GradeError, "rewriting the tests"):
-        if not _apply(Path(folder), before, wanted.keys(), row):
-            return {}, ()
-        for path, ids in wanted.items():
-            text = Path(folder, path).read_bytes().decode("utf-8", "surrogateescape")
-            try:
-                texts[path], found = failing(text, frozenset(ids.values()))
-            except SyntaxError:
-                continue
-            tests += [test for test, place in ids.items() if place in found]
-    return texts, tuple(tests)
-
-
-def _apply(folder: Path, before: Mapping[str, bytes], wanted: Set[str], row: Mapping[str, Any]) -> bool:
-    """Make the wanted test files in ``folder``. False when the test patch does not apply to what the sandbox holds."""
-    for path, data in before.items():
-        Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
-        Path(folder, path).write_bytes(data)
-    names = {path.encode() for path in wanted}
-    patch = b"".join(part.text for part in sections(str(row["test_patch"]).encode()) if part.paths & names)
-    env = {**child_environment(), "GIT_CEILING_DIRECTORIES": str(folder.parent), "GIT_CONFIG_GLOBAL": "/dev/null"}
-    done = subprocess.run(["git", "apply", "-"], input=patch, cwd=folder, env=env, capture_output=True, check=False)
-    return done.returncode == 0 and all(Path(folder, path).is_file() for path in wanted)
+def judge(step: Canary, trial: Trial, told: Callable[[str], str | None], others: frozenset[str]) -> str:
+    """What a run's results contradict, or an empty string. Pure."""
+    if trial.failed or trial.timed_out:
+        return trial.failed or "run again, the tests ran out of time"
+    for test in sorted(step.must_fail):
+        found = told(test) or _in_summary(test, told)
+        if found not in FAILS:
+            return f"{test} was rewritten to fail, and {'is missing' if found is None else f'is {found}'}"
+    for test in sorted(step.must_pass):
+        found = told(test)
+        if found != "PASSED":
+            return f"{test} must pass, and {'is missing' if found is None else f'is {found}'}"
+    rest = others - step.changed
+    lost = [test for test in sorted(rest) if told(test) not in PASSES]
+    if len(lost) > len(rest) / 2:
+        return f"most tests that were left as they are no longer pass: {lost[0]}"
+    return ""

@@ -1,4 +1,4 @@
-"""The change a harness left behind: extracted against a baseline the agent never touched, and judged.
+"""The change a harness left behind, extracted against a baseline the agent never touched.
 
 The agent's own .git, its index, configuration, hooks and attributes are never read: a patch is the difference between
 two trees that our git wrote into a directory of our own (design: 19 of 19 behaviours survive this, 3 of 19 a plain
@@ -7,19 +7,17 @@ two trees that our git wrote into a directory of our own (design: 19 of 19 behav
 
 import asyncio
 import os
-import posixpath
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from polar_env.config import child_environment
 from polar_env.errors import HarnessError, SandboxError, boundary
-from polar_env.grade.diff import Section, sections
+from polar_env.grade.review import MAX_BYTES
 from polar_env.sandbox import ExecResult
 from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import WORKDIR, Prepared
@@ -30,9 +28,6 @@ class UnreadableChangeError(HarnessError):
     no mask. Were it ours, an agent could mask its failures."""
 
 
-MAX_BYTES = 1_000_000
-"""Largest patch graded. The largest gold patch of SWE-bench Verified is under a tenth of it."""
-MAX_FILES = 100
 TIMEOUT = 300.0
 """Seconds one extraction step may take (sympy: 2 s)."""
 
@@ -82,6 +77,11 @@ git write-tree > "$GIT_DIR/polar-baseline"
 git repack -adq
 rm -rf "$GIT_DIR/hooks"
 """
+_EXTRACT = r"""
+rm -rf "$GIT_DIR"
+set -e
+mkdir -p "$GIT_DIR"
+tar -C "$GIT_DIR" -xf -
 not_more() {
     [ "$1" -le "$2" ] || { echo "over $2 $3" >&2; exit 8; }
 }
@@ -89,11 +89,6 @@ own() { find . -path ./.git -prune -o "$@"; }
 closed=$(own -type d ! -perm -700 -exec chmod u+rwx {} \; -printf x | head -c 1001 | wc -c)
 not_more "$closed" 1000 'closed directories'
 not_more "$(own -printf x | head -c 100001 | wc -c)" 100000 'files'
-_EXTRACT = r"""
-rm -rf "$GIT_DIR"
-set -e
-mkdir -p "$GIT_DIR"
-tar -C "$GIT_DIR" -xf -
 find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
 own -type f ! -perm -400 -exec chmod u+r {} + || :
 sizes() { own \( -name node_modules -o -name .venv \) -prune -o -type f -printf '%s\n'; }
@@ -178,64 +173,3 @@ async def _run(
         ours = done.timed_out or done.code == _OURS
         raise (SandboxError if ours else UnreadableChangeError)(f"extracting the patch: {why}")
     return done
-
-
-# --- judging ----------------------------------------------------------------------------------------------------
-
-_HOOKS = frozenset({b"conftest.py", b"sitecustomize.py", b"usercustomize.py", b"pytest.ini", b".gitattributes"})
-"""Files that change what a test run means. None of 1,325 gold patches (Verified, Lite, dev, Multilingual) has one."""
-_MARKER = b">>>>> "
-"""How SWE-bench's own log markers start: printed by a patch, they forge the log."""
-
-
-def review(patch: bytes) -> str | None:
-    """Why a patch is not graded at all, or ``None``. Facts about the patch, never about the sandbox."""
-    if len(patch) > MAX_BYTES:
-        return f"the patch has {len(patch):,} bytes; the limit is {MAX_BYTES:,}"
-    parts = sections(patch)
-    if len(parts) > MAX_FILES:
-        return f"the patch changes {len(parts)} files; the limit is {MAX_FILES}"
-    return next((reason for part in parts if (reason := _objection(part))), None)
-
-
-def _objection(part: Section) -> str | None:
-    for path in sorted(part.paths):
-        name = path.decode("utf-8", "replace")
-        if path.startswith(b"/") or b".." in path.split(b"/"):
-            return f"{name} lies outside the repository"
-        if b".git" in path.lower().split(b"/"):
-            return f"{name} is git's own"
-        base = posixpath.basename(path)
-        if base.lower() in _HOOKS or base.endswith(b".pth"):
-            return f"{name} changes how tests run"
-        if b"160000" in part.modes:
-            return f"{name} is a nested repository (gitlink)"
-        if b"120000" in part.modes and _leaves(path, part.added):
-            return f"{name} is a symbolic link out of the repository"
-    if any(_MARKER in line for line in part.added):
-        return "the patch prints SWE-bench's log markers"
-    return None
-
-
-def _leaves(link: bytes, added: Iterable[bytes]) -> bool:
-    """Does a link with one of these contents lead out of the tree, or into git's directory?"""
-    for target in added:
-        resolved = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
-        if target.startswith(b"/") or resolved.split(b"/")[0] in (b"..", b".git"):
-            return True
-    return False
-
-
-def without_tests(patch: bytes, row: Mapping[str, Any]) -> tuple[bytes, tuple[str, ...]]:
-    """The patch without the files the row's test patch brings, and their names.
-
-    The official evaluation resets those files to its own version, so an honest edit of them changes nothing; but a
-    patch that creates one of them beforehand makes ``git checkout`` and ``git apply`` fail, and its own tests run.
-    """
-    theirs = {path for part in sections(str(row.get("test_patch", "")).encode()) for path in part.paths}
-    parts = sections(patch)
-    dropped = [part for part in parts if part.paths & theirs]
-    if not dropped:
-        return patch, ()
-    names = sorted({path.decode("utf-8", "replace") for part in dropped for path in part.paths & theirs})
-    return b"".join(part.text for part in parts if not part.paths & theirs), tuple(names)

@@ -1,55 +1,47 @@
-"""The official evaluation in a fresh sandbox: apply the patch, run the row's script, let the package decide.
+"""A patch becomes a verdict: the official report of its tests, and what was noticed on the way.
 
-Nothing of the agent's sandbox is used but the patch. The log is captured outside, the script is read whole before it
-starts (a test cannot rewrite it under bash's feet), and the network is off.
+Nothing of the agent's sandbox is used but the patch. Tests come from outside, each phase is a command of its own with
+its output captured outside, and a patch that is resolved proves it (``canary``). Apart from that the verdict is what
+SWE-bench's own parsers and rules say.
 """
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import GradeError, SandboxError
-from polar_env.grade import canary
 from polar_env.grade import report as official
-from polar_env.grade.patch import review, without_tests
-from polar_env.sandbox import Box, ExecResult, Overlay
-from polar_env.sandbox.sandbox import Sandbox, open_sandbox
-from polar_env.tasks import ENV_PREFIX, WORKDIR, Prepared
-from polar_env.types import Verdict, VerdictStatus
+from polar_env.grade.audit import unlike
+from polar_env.grade.canary import bank, prove
+from polar_env.grade.hidden import Hidden, hidden, listed
+from polar_env.grade.phases import conflicting, phases
+from polar_env.grade.review import Kept, keep, review, same_change
+from polar_env.grade.right import Right, right, written
+from polar_env.grade.trial import Course, Trial, box_of, run
+from polar_env.sandbox.sandbox import open_sandbox
+from polar_env.tasks import Prepared
+from polar_env.types import Flag, Verdict, VerdictStatus
 
-LOG_LIMIT = 64 * 1024 * 1024
-"""Bytes of test log that are kept."""
-_PATCH_FILE = "/tmp/patch.diff"  # noqa: S108 - in the sandbox; the official harness uses the same place
-_SCRIPT_FILE = "/tmp/eval.sh"  # noqa: S108
-_APPLY_TIMEOUT = 120.0
-_CANARY_LEAST = 10.0
-"""Seconds the second run gets at least, when the first used up the budget."""
-_APPLY = ("git apply --verbose", "git apply --verbose --3way", "git apply --verbose --reject",
-          "patch --batch --forward --fuzz=5 -p1 -i")  # fmt: skip
-"""The chain of swebench 5.0 (harness/run_evaluation.py: GIT_APPLY_CMDS); the tree is reset between the attempts."""
-_START, _END = b">>>>> Start Test Output", b">>>>> End Test Output"
-_OFFLINE: Mapping[str, str] = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-"""pip reads ``no-build-isolation`` inverted from the environment: 0 turns isolation off, so pip needs no index."""
+__all__ = ["box_of", "grade"]
 
 
-def box_of(prepared: Prepared, config: SandboxConfig) -> Box:
-    """The sandbox a prepared task is graded in: repository and environment copy-on-write, no network."""
-    overlays = [Overlay(path, at) for path, at in ((prepared.repo, WORKDIR), (prepared.env, ENV_PREFIX)) if path]
-    return Box(
-        workdir=WORKDIR,
-        overlays=tuple(overlays),
-        read_only=prepared.mounts,
-        env={**_OFFLINE, **prepared.env_vars},
-        image=prepared.image,
-        memory_mib=config.memory_mib,
-        cpus=config.cpus,
-        blackholes=tuple(filter(None, [prepared.task.source.get("needs_route")])),
-    )
+@dataclass(frozen=True, slots=True)
+class _Found:
+    status: VerdictStatus
+    detail: str = ""
+    counts: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    flags: frozenset[Flag] = frozenset()
+    official: bool = False
+
+    def but(self, flag: Flag, detail: str) -> "_Found":
+        """The same, refused."""
+        refused = VerdictStatus.REFUSED if self.status is VerdictStatus.RESOLVED else self.status
+        return replace(self, status=refused, detail=self.detail or detail, flags=self.flags | {flag})
 
 
 async def grade(
@@ -59,137 +51,129 @@ async def grade(
     sandbox: SandboxConfig,
     timeout: float,  # noqa: ASYNC109 - the budget of the test run, which ends in a verdict
 ) -> Verdict:
-    """Grade a patch with SWE-bench's own script, parsers and rules. ``timeout`` (seconds) bounds the test run.
+    """Grade a patch with SWE-bench's own script, parsers and rules.
+
+    Args:
+        timeout: seconds one run of the tests may take; it gets less when the right fix is known to be fast. The first
+            grading of a task also measures that fix, once and with a budget of its own.
 
     Raises:
-        GradeError: the sandbox or the grading process failed; says nothing about the patch.
+        GradeError: the sandbox or the grading process failed, or the task's own fix is not resolved here; says nothing
+            about the patch.
     """
     started = time.monotonic()
-    if reason := review(patch):
-        return Verdict(VerdictStatus.REFUSED, detail=reason)
-    kept, dropped = without_tests(patch, prepared.task.row)
-    note = f"left out, as the tests bring their own: {', '.join(dropped)}" if dropped else ""
-    if not kept.strip():
-        return Verdict(VerdictStatus.EMPTY_PATCH, detail=note)
+    if objection := review(patch):
+        return Verdict(VerdictStatus.REFUSED, detail=objection.reason, flags=(objection.flag,))
+    kept = keep(patch, prepared.task.row)
+    note = f"left out, as the tests bring their own: {', '.join(kept.left_out)}" if kept.left_out else ""
+    if not kept.patch.strip():
+        return Verdict(VerdictStatus.EMPTY_PATCH, detail=note, flags=tuple(sorted(kept.flags)))
     try:
-        status, detail, counts = await _evaluate(prepared, kept, sandbox, timeout)
+        found = await _evaluate(prepared, kept, sandbox, timeout)
     except SandboxError as error:
         raise GradeError(f"the grading sandbox failed: {error}") from error
-    text = "; ".join(part for part in (detail, note) if part)
-    return Verdict(status, *counts, detail=text, seconds=time.monotonic() - started)
+    return Verdict(
+        found.status,
+        *found.counts,
+        detail="; ".join(part for part in (found.detail, note) if part),
+        seconds=time.monotonic() - started,
+        flags=tuple(sorted(kept.flags | found.flags)),
+        official=found.official,
+    )
 
 
-async def _evaluate(prepared: Prepared, patch: bytes, config: SandboxConfig, timeout: float) -> "_Found":  # noqa: ASYNC109
-    script = await asyncio.to_thread(_script, prepared)
-    async with open_sandbox(box_of(prepared, config), config) as fresh:
-        if failed := await _apply(fresh, patch):
-            return VerdictStatus.PATCH_FAILED, failed, _NOTHING
-        ran = await _run(fresh, script, timeout)
-    found = await asyncio.to_thread(_decide, prepared.task.row, patch, ran, timeout)
-    if found[0] is not VerdictStatus.RESOLVED:
-        return found
-    forced = await _forced(prepared, patch, config, script, timeout - ran.seconds)
-    if forced:
-        return VerdictStatus.REFUSED, f"passes although it was rewritten to fail: {forced}", found[2]
-    return found
+async def prewarm(prepared: Prepared, *, sandbox: SandboxConfig) -> None:
+    """Measure the task's own fix now, while an agent works; a grading finds it done. Raises as ``grade`` does."""
+    try:
+        course = await _course(prepared, sandbox, 0.0)
+        await right(course, await _hidden(course))
+    except SandboxError as error:
+        raise GradeError(f"the grading sandbox failed: {error}") from error
 
 
-async def _forced(
-    prepared: Prepared,
-    patch: bytes,
-    config: SandboxConfig,
-    script: str,
-    timeout: float,  # noqa: ASYNC109
-) -> str:
-    """Run again with the tests made to fail (``canary``): a test that passes all the same, or an empty string."""
-    async with open_sandbox(box_of(prepared, config), config) as fresh:
-        planted = await canary.plant(fresh, prepared.task.row, script)
-        if planted is None or await _apply(fresh, patch):
-            return ""
-        ran = await _run(fresh, planted.script, max(timeout, _CANARY_LEAST))
-    if ran.timed_out:
-        return ""  # a first run that used most of the budget leaves no proof either way
-    return await asyncio.to_thread(_still_passing, prepared.task.row, planted.tests, ran)
-
-
-def _still_passing(row: Mapping[str, Any], tests: Sequence[str], ran: ExecResult) -> str:
-    with _log(ran) as path:
-        statuses = official.statuses(row, path)
-    return next((test for test in tests if statuses.get(test) == "PASSED"), "")
-
-
-def _script(prepared: Prepared) -> str:
-    """The row's script for this environment, as one compound command: bash reads all of it before it runs any."""
-    script = official.eval_script(prepared.task.row)
-    for old, new in ((str(prepared.task.row["base_commit"]), prepared.base_commit), *prepared.eval_rewrites):
+async def _course(prepared: Prepared, sandbox: SandboxConfig, timeout: float) -> Course:  # noqa: ASYNC109
+    """What is run: the row's script, pointed at this environment."""
+    row = prepared.task.row
+    script = await asyncio.to_thread(official.eval_script, row)
+    split = phases(str(row["eval_script"]))
+    for old, new in ((str(row["base_commit"]), prepared.base_commit), *prepared.eval_rewrites):
         script = script.replace(old, new)
-    return f"{{\n{script}\n}}; exit\n"
+        split = split and split.rewritten(old, new)
+    return Course(prepared, sandbox, script, split, timeout)
 
 
-async def _apply(sandbox: Sandbox, patch: bytes) -> str:
-    """Empty when the patch was applied, else why not."""
-    await sandbox.write(_PATCH_FILE, patch)
-    words = ""
-    for attempt, command in enumerate(_APPLY):
-        if attempt:
-            await _shell(sandbox, "git checkout -- . ; git clean -fd")
-        done = await _shell(sandbox, f"{command} {_PATCH_FILE}")
-        if done.code == 0:
-            return ""
-        words = (done.stderr or done.stdout).decode("utf-8", "replace").strip() or words
-    # The chain can leave the patch fully applied although each command failed (upstream checks the same).
-    done = await _shell(sandbox, f"git apply --check --reverse {_PATCH_FILE}")
-    return "" if done.code == 0 else f"the patch does not apply: {words[-300:]}"
+async def _hidden(course: Course) -> Hidden:
+    prepared = course.prepared
+    if prepared.repo is not None:
+        return await hidden(prepared)
+    async with open_sandbox(box_of(prepared, course.config), course.config) as untouched:
+        return await hidden(prepared, untouched)
 
 
-async def _shell(sandbox: Sandbox, command: str) -> ExecResult:
-    return await sandbox.exec(["bash", "-c", command], timeout=_APPLY_TIMEOUT)
+async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeout: float) -> _Found:  # noqa: ASYNC109
+    course = await _course(prepared, config, timeout)
+    tests = await _hidden(course)
+    known = await right(course, tests)
+    course = replace(course, timeout=min(timeout, known.patience))
+    trial = await run(course, kept.patch, tests)
+    found = await asyncio.to_thread(_decide, course, kept.patch, trial)
+    found = _noticed(found, trial, known, course)
+    gold = str(prepared.task.row.get("patch") or "").encode()
+    if found.status is not VerdictStatus.RESOLVED or same_change(kept.patch, gold):
+        return found
+    if course.phases is None:
+        return replace(found, flags=found.flags | {Flag.UNPROVEN})
+    against = await prove(course, kept.patch, tests, await bank(course, tests, known), known)
+    if against is None:
+        return found
+    flag, detail = against
+    return replace(found, flags=found.flags | {flag}) if flag is Flag.UNPROVEN else found.but(flag, detail)
 
 
-async def _run(sandbox: Sandbox, script: str, timeout: float) -> ExecResult:  # noqa: ASYNC109
-    await sandbox.write(_SCRIPT_FILE, script.encode())
-    together = f"exec bash {_SCRIPT_FILE} 2>&1"
-    return await sandbox.exec(["bash", "-c", together], timeout=timeout, output_limit=LOG_LIMIT)
-
-
-_Found = tuple[VerdictStatus, str, tuple[tuple[int, int], tuple[int, int]]]
-_NOTHING = ((0, 0), (0, 0))
-
-
-def _decide(row: Mapping[str, Any], patch: bytes, ran: ExecResult, timeout: float) -> _Found:
-    """(status, detail, counts) of a finished test run. Blocks."""
-    log = ran.stdout
-    if ran.timed_out:
-        return VerdictStatus.TESTS_TIMED_OUT, f"the tests ran for more than {timeout:.0f} s", _NOTHING
-    if log.count(_START) > 1 or log.count(_END) > 1:
-        return VerdictStatus.REFUSED, "the log has SWE-bench's markers more than once: it was forged", _NOTHING
-    with _log(ran) as path:
-        found = official.report(row, patch.decode("utf-8", "replace"), path)
-    return _read(found, log, ran.code)
-
-
-@contextmanager
-def _log(ran: ExecResult) -> Generator[Path]:
-    """The captured output as a file: the package opens it strictly as UTF-8, and a test may print anything."""
+def _decide(course: Course, patch: bytes, trial: Trial) -> _Found:
+    """What the official report says of a run. Blocks."""
+    if not trial.applied:
+        return _Found(VerdictStatus.PATCH_FAILED, trial.failed)
+    if trial.timed_out:
+        what = trial.failed or "the tests ran for more than"
+        return _Found(VerdictStatus.TESTS_TIMED_OUT, f"{what} {course.timeout:.0f} s" if not trial.failed else what)
+    if trial.failed:
+        return _Found(VerdictStatus.UNRESOLVED, trial.failed)
     with tempfile.TemporaryDirectory(prefix="polar-log-") as folder:
-        path = Path(folder, "test_output.txt")
-        path.write_text(ran.stdout.decode("utf-8", "replace"), encoding="utf-8", newline="")
-        yield path
+        path = written(Path(folder), trial.log)
+        found = official.report(course.prepared.task.row, patch.decode("utf-8", "replace"), path)
+    return _read(found, trial.code)
 
 
-def _read(found: Mapping[str, Any], log: bytes, code: int | None) -> _Found:
+def _read(found: Mapping[str, Any], code: int | None) -> _Found:
     tests: Mapping[str, Mapping[str, list[str]]] = found.get("tests_status", {})
     counts = (_count(tests.get("FAIL_TO_PASS")), _count(tests.get("PASS_TO_PASS")))
     if found["resolved"]:
-        return VerdictStatus.RESOLVED, "", counts
+        return _Found(VerdictStatus.RESOLVED, counts=counts, official=True)
     if tests:
-        return VerdictStatus.UNRESOLVED, "", counts
-    where = "inside" if _START in log else "before"
+        return _Found(VerdictStatus.UNRESOLVED, counts=counts)
     reason = found.get("infra_failure_reason") or f"exit code {code}"
-    return VerdictStatus.UNRESOLVED, f"no test result: the script failed {where} its tests ({reason})", counts
+    return _Found(VerdictStatus.UNRESOLVED, f"no test result: the tests told nothing that can be read ({reason})")
 
 
 def _count(results: Mapping[str, list[str]] | None) -> tuple[int, int]:
     if not results:
         return 0, 0
     return len(results["success"]), len(results["success"]) + len(results["failure"])
+
+
+def _noticed(found: _Found, trial: Trial, known: Right, course: Course) -> _Found:
+    """What the run showed besides its results; what a resolved patch cannot have is a refusal. Pure."""
+    if trial.marked:
+        found = replace(found, flags=found.flags | {Flag.LOG_MARKERS})
+    if odd := unlike(trial.changes, known.changes):
+        found = found.but(Flag.ENVIRONMENT, f"installing it changed {', '.join(odd[:3])}")
+    if trial.changes.processes > known.changes.processes:
+        found = found.but(Flag.LEFT_RUNNING, "installing it left processes behind")
+    if found.status is not VerdictStatus.RESOLVED:
+        return found
+    row = course.prepared.task.row
+    wanted = [*listed(row, "FAIL_TO_PASS"), *listed(row, "PASS_TO_PASS")]
+    if both := sorted(conflicting(trial.tests).intersection(wanted)):
+        return found.but(Flag.CONFLICTING, f"{both[0]} is said to have passed and to have failed")
+    return found

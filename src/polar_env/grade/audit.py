@@ -1,0 +1,133 @@
+"""What installing a patched project did to its sandbox: files it changed and processes it left, seen by the kernel's
+own times and compared with what installing the right fix does.
+
+Installing runs the patch's code (``setup.py``, and the package where that is imported), and can leave behind what runs
+in every later Python: a pytest plugin, a ``.pth`` file, another ``bin/pytest``. None of it is in the patch.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from polar_env.errors import SandboxError
+from polar_env.sandbox.sandbox import Sandbox
+from polar_env.tasks import ENV_PREFIX, WORKDIR
+
+_TIMEOUT = 120.0
+_BEFORE = r"date +%s.%N; cd /proc; echo $$ [0-9]*"
+_AFTER = r"""
+cd /proc; echo $$; for pid in [0-9]*; do
+    if [ -n "$(tr -d '\0' < "$pid/cmdline" 2>/dev/null | head -c 1)" ]; then echo "$pid"; fi
+done 2>/dev/null; true
+"""
+_CHANGED = r"""
+since=$1; shift
+find / "$@" -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) \
+    -prune -o ! -type d -newerct "@$since" -printf '%p\0' 2>/dev/null
+find /tmp /var/tmp /dev/shm -mindepth 1 -delete 2>/dev/null; true
+"""
+"""What changed, and the temporary folders emptied: nothing lies in wait there for the tests."""
+_CONTENTS = r'for path do printf "%s\0" "$path"; head -c 65536 -- "$path" | tr -d "\0"; printf "\0"; done'
+
+_SITE = re.compile(r"^(.*/(?:site|dist)-packages)/([^/]+)(/.+)?$")
+_METADATA = re.compile(r"[-.](?:dist|egg)-info$|\.egg-link$")
+_BUILT = re.compile(rf"^{WORKDIR}/(?:(?:build|dist|\.eggs|[^/]+\.egg-info|[^/]+/[^/]+\.egg-info)/|.*/?__pycache__/)")
+_CACHES = re.compile(r"^(/home/[^/]+|/root)/\.cache/|/\.git/index$")
+_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$")
+"""Files whose content matters wherever they are allowed to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """``files``: paths changed while the project was installed. ``contents``: of those that start things."""
+
+    files: frozenset[str] = frozenset()
+    contents: frozenset[tuple[str, str]] = frozenset()
+    processes: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        return {"files": sorted(self.files), "contents": sorted(self.contents)}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> "Changes":
+        return cls(frozenset(plain["files"]), frozenset((path, text) for path, text in plain["contents"]))
+
+
+@dataclass(slots=True)
+class Watch:
+    """Taken before installing; ``changes`` afterwards kills what is left running and tells what happened."""
+
+    sandbox: Sandbox
+    since: str = ""
+    known: frozenset[str] = field(default_factory=frozenset[str])
+
+    @classmethod
+    async def begin(cls, sandbox: Sandbox) -> "Watch":
+        since, _, pids = (await _sh(sandbox, _BEFORE)).decode().strip().partition("\n")
+        return cls(sandbox, since.strip(), frozenset(pids.split()))
+
+    async def changes(self) -> Changes:
+        left = await self._left()
+        await self.sandbox.kill()
+        places = [WORKDIR, ENV_PREFIX]
+        files = _words(await _sh(self.sandbox, _CHANGED, self.since, *places))
+        speaking = sorted(path for path in files if _SPEAKING.search(path))
+        read = _words(await _sh(self.sandbox, _CONTENTS, *speaking)) if speaking else []
+        contents = frozenset(zip(read[::2], read[1::2], strict=False))
+        return Changes(frozenset(files), contents, left)
+
+    async def _left(self) -> int:
+        """How many processes are there that were not. One that shoots the question has given itself away."""
+        done = await self.sandbox.exec(["sh", "-c", _AFTER], cwd="/", timeout=_TIMEOUT)
+        own, *pids = done.stdout.decode().split() or [""]
+        return len(set(pids) - self.known - {own}) if done.code == 0 and own else 1
+
+
+async def _sh(sandbox: Sandbox, script: str, *words: str) -> bytes:
+    done = await sandbox.exec(["sh", "-c", script, "polar", *words], cwd="/", timeout=_TIMEOUT)
+    if done.code != 0:
+        raise SandboxError(f"looking at the sandbox: {done.stderr.decode('utf-8', 'replace').strip()[-300:]}")
+    return done.stdout
+
+
+def _words(data: bytes) -> list[str]:
+    return data.decode("utf-8", "surrogateescape").split("\0")[:-1]
+
+
+def unlike(found: Changes, right: Changes) -> list[str]:
+    """Paths that installing changed and installing the right fix does not, in an order fit for a message. Pure.
+
+    The project's own folders in ``site-packages``, its metadata and its build folders may differ as the patch differs;
+    files at the top of ``site-packages``, programs, and what starts by itself may not.
+    """
+    known = dict(right.contents)
+    odd = {path for path, text in found.contents if _starts(path, text, known.get(path, ""))}
+    own = _own(right.files)
+    return sorted(odd | {path for path in found.files - right.files if not _ours(path, own)})
+
+
+def _starts(path: str, text: str, known: str) -> bool:
+    """Does a file start, or install, what the right fix's does not? Of entry points only pytest's plugins do."""
+    if path.endswith("/entry_points.txt"):
+        return "pytest11" in text and "pytest11" not in known
+    return text != known
+
+
+def _own(files: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """(site-packages, project or folder) the right fix's installation writes to."""
+    found = (match for path in files if (match := _SITE.match(path)))
+    return frozenset((match[1], _project(match[2])) for match in found if match[3] or _METADATA.search(match[2]))
+
+
+def _ours(path: str, own: frozenset[tuple[str, str]]) -> bool:
+    if _CACHES.search(path) or _BUILT.match(path):
+        return True
+    match = _SITE.match(path)
+    inside = match and (match[3] or _METADATA.search(match[2]))
+    return bool(match and inside and (match[1], _project(match[2])) in own) and not path.endswith(".pth")
+
+
+def _project(name: str) -> str:
+    """``requests-2.27.0.dist-info`` and ``requests.egg-link`` -> ``requests``."""
+    return name.partition("-")[0].removesuffix(".egg-link") if _METADATA.search(name) else name
