@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine_helpers import Answer, VllmServer
-from polar_env.cli import main
+from nemo_rl_helpers import Worker
+from polar_env.cli import ENGINES, main
 from polar_env.gym import ROOT
 from polar_env.tasks.rows import task_of
 from tasks_helpers import good_row, write_jsonl
@@ -160,6 +161,26 @@ async def test_an_engine_that_gives_ids_and_log_probs_passes_the_check(capsys: p
     assert "model tiny: window 4096 tokens" in printed
     assert "ids and log-probs are the model's" in printed
     assert "\n- log-probs are" in printed
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ENGINES if kind != "scripted"])
+def test_every_engine_can_be_named_and_says_what_it_lacks(capsys: pytest.CaptureFixture[str], kind: str):
+    assert "engine.base_urls is empty" in refused(capsys, "check", "--engine", kind)
+
+
+async def test_the_check_of_a_nemo_rl_worker_says_what_nobody_tells_it(capsys: pytest.CaptureFixture[str]):
+    async with Worker().run() as worker:
+        assert await asyncio.to_thread(main, ["check", "--engine", "nemo_rl", "--model-url", worker.url]) == 0
+    printed = capsys.readouterr().out
+    assert "model org/policy: window 4096 tokens, policy version org/policy@unversioned" in printed
+    assert "\n- a continued prompt begins with the exact ids (splice)" in printed
+    assert "\n- the endpoint tells no policy version: set engine.policy_version" in printed
+
+
+async def test_the_check_of_a_chat_api_says_that_nothing_trains_on_it(capsys: pytest.CaptureFixture[str]):
+    async with VllmServer(answer=Answer(with_ids=False)).run() as api:
+        assert await asyncio.to_thread(main, ["check", "--engine", "text", "--model-url", api.url]) == 0
+    assert "NO TOKEN IDS: rollouts are text" in capsys.readouterr().out
 
 
 async def test_an_engine_that_gives_none_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]):

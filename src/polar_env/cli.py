@@ -127,7 +127,7 @@ def _line_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=("scripted", "vllm"), help="default: scripted for demo, else vllm")
+    parser.add_argument("--engine", choices=ENGINES, help="default: scripted for demo, else vllm")
     parser.add_argument("--model-url", help="the engine's base URL, or several with commas")
     parser.add_argument("overrides", nargs="*", help="hydra overrides, e.g. proxy.max_calls=50 budget.agent=600")
 
@@ -147,6 +147,9 @@ def _settings(arguments: argparse.Namespace, engine: str) -> PolarConfig:
     if cache := environment("POLAR_CACHE"):
         overrides.append(override("store.cache", cache))
     return compose([*overrides, *arguments.overrides])
+
+
+ENGINES = ("vllm", "nemo_rl", "sglang", "text", "scripted")
 
 
 def _names(value: str | None) -> tuple[str, ...]:

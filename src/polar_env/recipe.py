@@ -208,6 +208,8 @@ def problems(config: DictConfig) -> Iterator[str]:
         yield f"env.nemo_gym.config_paths does not name {CONFIG}"
     if polar.engine.kind == "scripted":
         yield "polar.engine.kind=scripted plays scripts; a recipe trains a policy: use nemo_rl"
+    if polar.engine.kind == "text":
+        yield "polar.engine.kind=text gives no token ids to train on; use nemo_rl"
     yield from _window_problems(_number(config, "policy", "max_total_sequence_length"), polar)
     yield from _sampling_problems(config, polar)
     yield from _batch_problems(config)

@@ -35,6 +35,9 @@ _PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say h
 _NOT_ITS_OWN = ("return_token_ids", "return_weight_versions", "session_id", "top_k")
 """Fields of a plain vLLM request that this endpoint does not need or refuses."""
 
+_NOTHING_ELSE = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""Left out, they would come from the model's generation_config.json, as top_p would."""
+
 
 class NemoRlEngine:
     """The workers of one NeMo-RL policy."""
@@ -116,7 +119,7 @@ class NemoRlEngine:
             raise EngineError(f"NeMo-RL samples without top_k, not {sampling.top_k}; unset proxy.top_k")
         body = chat_body(request, sampling, "", self._config.model, stream=False)
         body = {name: value for name, value in body.items() if name not in _NOT_ITS_OWN and value != ""}
-        body |= {"temperature": _or_one(sampling.temperature), "top_p": _or_one(sampling.top_p)}
+        body |= {"temperature": _or_one(sampling.temperature), "top_p": _or_one(sampling.top_p)} | _NOTHING_ELSE
         return body if prefix is None else body | {"required_prefix_token_ids": prefix.tolist()}
 
     async def _tokenized(self, base: str, request: ModelRequest) -> dict[str, Any]:
