@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from finished_helpers import LOOKED, TASK, Finished, branched, finish, of_session, request, two_turns, write_rows
 from polar_env.cli import main
@@ -24,8 +26,8 @@ from polar_env.gym.contract import violations
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
 from polar_env.reward import ENDINGS, Ending
-from polar_env.types import INFRASTRUCTURE, Outcome, SealedLedger, StopReason, ToolCall, VerdictStatus
-from trajectory_helpers import Conversation, call_trees
+from polar_env.types import INFRASTRUCTURE, CallKind, Outcome, SealedLedger, StopReason, ToolCall, VerdictStatus
+from trajectory_helpers import Conversation, call, call_trees
 
 GOLDEN = Path(__file__).parent / "golden"
 Line = dict[str, Any]
@@ -246,6 +248,90 @@ def test_of_any_session_every_format_trains_each_sampled_token_once(sealed: Seal
     assert sum(sum(line["env_mask"]) for line in trl) == finished.row["trainable_tokens"]
 
 
+# --- no longer than the trainer takes ---------------------------------------------------------------------------
+
+
+def long_rollout(tmp_path: Path, max_tokens: int | None = None) -> Finished:
+    """Calls that end at 4, 8 and 12 tokens under three versions, and a sub-agent that ends at 6."""
+    talk = Conversation()
+    for _ in range(3):
+        talk.turn([1, 2], [3, 4])
+    aside = call(3, [9, 9, 9], [5, 5, 5], kind=CallKind.SUB_AGENT, thread="x")
+    calls = [replace(entry, policy_version=f"step-{entry.index}") for entry in (*talk.records, aside)]
+    return finish(tmp_path, [(of_session("long", entry), request(TASK)) for entry in calls], max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(("limit", "length", "answers"), [(12, 12, 3), (11, 8, 2), (8, 8, 2), (7, 4, 1), (4, 4, 1)])
+def test_a_chain_is_cut_after_the_last_whole_call_that_fits(
+    tmp_path: Path, limit: int, length: int, answers: int
+) -> None:
+    (line,), job = exported([long_rollout(tmp_path)], "verl", tmp_path, max_tokens=limit)
+    assert len(line["prompt_ids"]) + len(line["response_ids"]) == length
+    assert sum(line["response_mask"]) == 2 * answers
+    assert line["num_turns"] == 2 * answers
+    assert line["response_mask"][-1] == 1
+    assert job.shortened == int(limit < 12) + int(limit < 6), "both chains are looked at, one is delivered"
+
+
+def test_without_a_bound_of_its_own_an_export_keeps_the_rows(tmp_path: Path) -> None:
+    finished = long_rollout(tmp_path, max_tokens=9)
+    (line,), job = exported([finished], "trl", tmp_path)
+    assert (len(line["prompt_ids"] + line["completion_ids"]), job.shortened) == (8, 1)
+    assert sum(line["env_mask"]) == finished.row["trainable_tokens"]
+    (wider,), _ = exported([finished], "trl", tmp_path, max_tokens=100)
+    assert len(wider["prompt_ids"] + wider["completion_ids"]) == 12
+
+
+def test_what_is_left_of_a_rollout_counts_once(tmp_path: Path) -> None:
+    lines, _ = exported([long_rollout(tmp_path)], "slime", tmp_path, max_tokens=9)
+    assert [(line["metadata"]["weight"], line["weight_versions"]) for line in lines] == [
+        (4 / 7, ["step-0", "step-1"]),
+        (3 / 7, ["step-3"]),
+    ]
+    lines, _ = exported([long_rollout(tmp_path / "again")], "slime", tmp_path, max_tokens=5)
+    assert [(len(line["tokens"]), line["metadata"]["weight"]) for line in lines] == [(4, 1.0)]
+
+
+def test_a_rollout_of_which_no_call_fits_is_left_out_and_counted(tmp_path: Path) -> None:
+    lines, job = exported([long_rollout(tmp_path)], "trl", tmp_path, max_tokens=3)
+    assert (lines, dict(job.skipped)) == ([], {"nothing of it trains": 1})
+
+
+def test_neutral_is_whole_unless_it_is_asked_not_to_be(tmp_path: Path) -> None:
+    finished = long_rollout(tmp_path, max_tokens=9)
+    assert [len(line["token_ids"]) for line in exported([finished], "neutral", tmp_path)[0]] == [12, 6]
+    lines, job = exported([finished], "neutral", tmp_path, max_tokens=5)
+    assert [(len(line["token_ids"]), line["call_ids"], line["weight"]) for line in lines] == [(4, ["long-0000"], 1.0)]
+    assert job.shortened == 2
+
+
+def test_a_masked_chain_has_nothing_to_cut_after(tmp_path: Path) -> None:
+    masked = finish(tmp_path, outcome=Outcome.ENGINE_ERROR, status=None)
+    whole, _ = exported([masked], "neutral", tmp_path)
+    assert exported([masked], "neutral", tmp_path, max_tokens=3)[0] == whole
+
+
+def test_a_row_longer_than_nemo_rl_takes_is_left_out(tmp_path: Path) -> None:
+    lines, job = exported([long_rollout(tmp_path)], "nemo_rl", tmp_path, max_tokens=11)
+    assert lines == []
+    assert "rule 10: 12 tokens" in next(iter(job.skipped))
+
+
+@settings(deadline=None, max_examples=40)
+@given(call_trees(), st.integers(2, 12))
+def test_of_any_session_what_is_cut_is_what_a_row_of_that_length_delivers(sealed: SealedLedger, limit: int) -> None:
+    if not sealed.records:
+        return
+    calls = [(of_session("any", entry), request([])) for entry in sealed.records]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        lines, _ = exported([finish(folder, calls)], "trl", folder, max_tokens=limit)
+        row = finish(folder / "short", calls, max_tokens=limit).row
+    carrying = [item for item in row["response"]["output"] if item.get("generation_token_ids")]
+    expected = [] if row["mask_sample"] else [carrying[-1]["prompt_token_ids"] + carrying[-1]["generation_token_ids"]]
+    assert [line["prompt_ids"] + line["completion_ids"] for line in lines] == expected
+
+
 # --- what it is made of -----------------------------------------------------------------------------------------
 
 
@@ -329,6 +415,12 @@ def test_the_command_says_what_was_written_left_out_and_how_small_it_is(
     assert capsys.readouterr().out == (
         f"3 lines in {out}: {size(out)} bytes, {share} of {rows}\n- left out 1: masked\n"
     )
+
+
+def test_the_command_says_how_many_chains_it_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_rows(tmp_path / "rollouts.jsonl", [long_rollout(tmp_path).row])
+    assert main(["export", "--format", "neutral", "--max-tokens", "9", str(rows), str(tmp_path / "out.jsonl")]) == 0
+    assert "- cut 1 chains to 9 tokens or fewer" in capsys.readouterr().out
 
 
 def test_verify_on_the_command_line_fails_when_a_row_does(

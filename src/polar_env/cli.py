@@ -112,6 +112,9 @@ def _finished(commands: Any) -> None:
     export.add_argument("out", type=Path, metavar="OUT", help="JSONL; for neutral also .parquet or .arrow")
     export.add_argument("--sessions", type=Path, help="the folder of store.sessions; sft reads conversations there")
     export.add_argument("--chains", choices=("all", "delivered"), help="default: as the format's trainer takes them")
+    export.add_argument(
+        "--max-tokens", type=int, help="cut longer chains after a whole call; default: what the rows were made with"
+    )
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -259,10 +262,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from polar_env.export import write
 
-    job = Job(chains=arguments.chains, sessions=arguments.sessions)
+    job = Job(chains=arguments.chains, sessions=arguments.sessions, max_tokens=arguments.max_tokens)
     count = write.export(arguments.format, arguments.source, arguments.out, job)
     before, after = write.size(arguments.source), write.size(arguments.out)
     print(f"{count} lines in {arguments.out}: {after} bytes, {after / max(1, before):.2f} of {arguments.source}")
+    if job.shortened:
+        print(f"- cut {job.shortened} chains to {arguments.max_tokens or 'trajectory.max_tokens'} tokens or fewer")
     for reason, rollouts in job.skipped.items():
         print(f"- left out {rollouts}: {reason}")
     return 0

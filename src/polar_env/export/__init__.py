@@ -33,5 +33,9 @@ class Job:
     """Which chains of a rollout become samples; ``None``: as the format's trainer takes them."""
     sessions: Path | None = None
     """``store.sessions``, for formats that need more than a row holds."""
+    max_tokens: int | None = None
+    """The longest chain the trainer takes. ``None``: what the rows were made with; the neutral format is whole then."""
+    shortened: int = 0
+    """Chains that were cut to it."""
     skipped: Counter[str] = field(default_factory=Counter[str])
     """Why rollouts were left out -> how many."""

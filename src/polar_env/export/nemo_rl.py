@@ -18,7 +18,7 @@ def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:
         if rollout.row is None:
             raise ExportError("NeMo-RL takes rows: give the JSONL of finished rollouts, not session logs")
         refuse_text(rollout)
-        if found := violations(rollout.row):
+        if found := violations(rollout.row, job.max_tokens):
             job.skipped[f"NeMo-RL would refuse it ({found[0]})"] += 1
         else:
             yield {**rollout.row, "trajectories": []}

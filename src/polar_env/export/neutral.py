@@ -16,21 +16,22 @@
 | log_probs | list of float32, [T] | of the sampled tokens, as the engine reported them; 0.0 elsewhere |
 | answers | list of string | engine ``text``, which gives no ids: each answer as a Chat message in JSON; else empty |
 
-Chains are whole: they are not cut to ``trajectory.max_tokens``.
+Chains are whole, whatever ``trajectory.max_tokens`` was; with ``--max-tokens`` those that train are cut after a whole
+call, and one of which no call fits is left out.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from polar_env.export import Job
-from polar_env.export.samples import ChainSample, Rollout
+from polar_env.export.samples import ChainSample, Rollout, bounded
 
 
 def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:
     """All chains (or the delivered ones), masked rollouts too."""
     for rollout in rollouts:
-        for chain in rollout.chains:
-            if chain.delivered or job.chains != "delivered":
+        for chain in bounded(rollout.chains, job.max_tokens, job):
+            if chain.token_ids and (chain.delivered or job.chains != "delivered"):
                 yield _line(rollout, chain)
 
 

@@ -1,9 +1,10 @@
 """Rollouts to export, from the rows of a JSONL file or from a directory of session logs."""
 
 import json
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,18 @@ class ChainSample:
     """Share of its rollout: the weights of an unmasked rollout add up to 1."""
     call_ids: tuple[str, ...]
     policy_versions: tuple[str, ...]
+    call_versions: tuple[str, ...]
+    """The policy version of each call; empty in rows that do not tell."""
     token_ids: "array[int]"
     loss_mask: "array[int]"
     log_probs: "array[float]"
     answers: tuple[str, ...] = ()
     """Chains without ids: what the model said, call by call, each a Chat message as JSON."""
+
+    @property
+    def trained(self) -> int:
+        """Tokens that train."""
+        return self.loss_mask.count(1)
 
     @property
     def prompt_length(self) -> int:
@@ -59,6 +67,8 @@ class Rollout:
     row: Mapping[str, Any] | None = None
     text_only: bool = False
     """No token ids (engine ``text``): masked for trainers that need them, graded like any other."""
+    max_tokens: int | None = None
+    """The ``trajectory.max_tokens`` its row was made with."""
 
 
 def rollouts(source: Path) -> Iterator[Rollout]:
@@ -79,7 +89,7 @@ def rollouts(source: Path) -> Iterator[Rollout]:
 
 def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[Rollout, ChainSample, float]]:
     """What a trainer takes: (rollout, chain, weight) of every chain that trains. Weights of a rollout add up to 1.
-    Chains are whole, not cut to ``trajectory.max_tokens``.
+    Chains are cut to ``Job.max_tokens``, without it to the ``trajectory.max_tokens`` the row was made with.
 
     Masked rollouts are left out: these trainers have no mask that keeps a sample out of its group's baseline.
     """
@@ -87,13 +97,46 @@ def trained(found: Iterable[Rollout], job: Job, default: str) -> Iterator[tuple[
         if rollout.reward is None:
             raise ExportError("a session log knows no reward: export the rollouts' rows, or use the neutral format")
         refuse_text(rollout)
-        chosen = [chain for chain in rollout.chains if chain.delivered or (job.chains or default) == "all"]
+        limit = rollout.max_tokens if job.max_tokens is None else job.max_tokens
+        chains = bounded(rollout.chains, limit, job)
+        chosen = [chain for chain in chains if chain.delivered or (job.chains or default) == "all"]
         chosen = [chain for chain in chosen if 1 in chain.loss_mask]
         if rollout.masked or not chosen:
             job.skipped["masked" if rollout.masked else "nothing of it trains"] += 1
             continue
         total = sum(chain.weight for chain in chosen)
         yield from ((rollout, chain, chain.weight / total) for chain in chosen)
+
+
+def bounded(chains: tuple[ChainSample, ...], max_tokens: int | None, job: Job) -> tuple[ChainSample, ...]:
+    """Chains of one rollout, those that train cut after a whole call to at most ``max_tokens`` ids; its weight goes to
+    what is left. A call that trains is a run of 1s in the loss mask: the next one adds at least a prompt token.
+    """
+    if max_tokens is None:
+        return chains
+    cut = tuple(_cut(chain, max_tokens) for chain in chains)
+    job.shortened += sum(before is not after for before, after in zip(chains, cut, strict=True))
+    total = sum(chain.trained for chain in cut)
+    return tuple(replace(chain, weight=chain.trained / total if total else 0.0) for chain in cut)
+
+
+def _cut(chain: ChainSample, max_tokens: int) -> ChainSample:
+    mask = chain.loss_mask.tobytes()
+    ends = [run.end() for run in re.finditer(b"\x01+", mask)]
+    kept = [end for end in ends if end <= max_tokens]
+    if len(mask) <= max_tokens or len(kept) == len(ends):
+        return chain
+    length, calls = kept[-1] if kept else 0, len(chain.call_ids) - (len(ends) - len(kept))
+    versions = chain.call_versions[:calls]
+    return replace(
+        chain,
+        call_ids=chain.call_ids[:calls],
+        call_versions=versions,
+        policy_versions=tuple(dict.fromkeys(versions)) or chain.policy_versions,
+        token_ids=chain.token_ids[:length],
+        loss_mask=chain.loss_mask[:length],
+        log_probs=chain.log_probs[:length],
+    )
 
 
 def refuse_text(rollout: Rollout) -> None:
@@ -122,6 +165,7 @@ def _from_row(number: int, row: Mapping[str, Any]) -> Rollout:
         chains=_chains(row["trajectories"]),
         row=row,
         text_only=bool(row.get("text_only")),
+        max_tokens=polar.get("trajectory", {}).get("max_tokens"),
     )
 
 
@@ -147,6 +191,7 @@ def _chains(told: Iterable[Mapping[str, Any]]) -> tuple[ChainSample, ...]:
             weight=chain["weight"],
             call_ids=tuple(chain["call_ids"]),
             policy_versions=tuple(chain["policy_versions"]),
+            call_versions=tuple(chain.get("call_versions", ())),
             token_ids=_array("i", chain["token_ids"]),
             loss_mask=_array("b", chain["loss_mask"]),
             log_probs=_array("f", chain["log_probs"]),
