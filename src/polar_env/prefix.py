@@ -107,8 +107,8 @@ class _Run:
     ids: Line = field(default_factory=Line)
     ends: list[int] = field(default_factory=list[int])
     """Offsets at which calls end, ascending; the run's own end is always the last."""
-    calls: list[list[Entry]] = field(default_factory=list[list[Entry]])
-    """The calls that end at each of ``ends``, in order of arrival."""
+    calls: list[Entry] = field(default_factory=list[Entry])
+    """The call that ends at each of ``ends``; equal ones in order of arrival."""
     branches: "dict[tuple[int, int], _Run]" = field(default_factory=dict[tuple[int, int], "_Run"])
     """(offset, first id there) -> run."""
 
@@ -127,22 +127,22 @@ class _Run:
 
     def take(self, call: Entry) -> None:
         """``call`` ends in this run."""
-        at = bisect_left(self.ends, len(call))
-        if at == len(self.ends) or self.ends[at] != len(call):
-            self.ends.insert(at, len(call))
-            self.calls.insert(at, [])
-        self.calls[at].append(call)
+        at = bisect_right(self.ends, call.length)
+        self.ends.insert(at, call.length)
+        self.calls.insert(at, call)
 
     def longest(self, limit: int, group: str) -> Entry | None:
         """The longest call of at most ``limit`` ids that ends here; of equal ones the first of ``group``, else the
         first."""
         at = bisect_right(self.ends, limit)
-        equal = self.calls[at - 1] if at else []
-        return next((call for call in equal if call.group == group), equal[0] if equal else None)
+        if not at:
+            return None
+        equal = self.calls[bisect_left(self.ends, self.ends[at - 1]) : at]
+        return next((call for call in equal if call.group == group), equal[0])
 
     def reaching(self, at: int) -> Entry:
         """The shortest call that ends here and holds all ids before ``at``."""
-        return self.calls[bisect_left(self.ends, at)][0]
+        return self.calls[bisect_left(self.ends, at)]
 
 
 _Steps = list[tuple[_Run, int]]
