@@ -358,3 +358,10 @@ def test_the_official_client_reads_the_stream():
         final = read.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert chat(final.message.to_dict()) == [render.turn_message(TOOLS)]
+
+
+def test_results_are_read_in_the_order_of_their_calls() -> None:
+    """Templates show them without ids: in the order they were done in, one would pass for the other's."""
+    said = {"role": "assistant", "content": "", "tool_calls": [call("a", "{}"), call("b", "{}")]}
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("b", "a")]
+    assert [message.get("tool_call_id") for message in chat(said, *results)] == [None, "a", "b"]

@@ -489,3 +489,10 @@ def test_the_official_client_reads_the_stream_and_its_echo_is_the_turn():
     assert final.output_text == TOOLS.text
     assert final.usage.input_tokens_details.cached_tokens == 96
     assert chat(*(item.to_dict() for item in final.output)) == [render.turn_message(TOOLS)]
+
+
+def test_results_are_read_in_the_order_of_their_calls() -> None:
+    """Templates show them without ids: in the order they were done in, one would pass for the other's."""
+    results = [{"type": "function_call_output", "call_id": name, "output": name} for name in ("b", "a")]
+    messages = chat(call("a"), call("b"), *results)
+    assert [message.get("tool_call_id") for message in messages] == [None, "a", "b"]

@@ -44,10 +44,11 @@ class Chat:
             render.refuse(f"n={choices} asks for several answers to one request; send n=1, once per answer")
         notes = Notes()
         options = obj(body.get("stream_options"))
+        messages = [_decode_message(message, notes) for message in raw]
         return ModelRequest(
             wire=self.wire,
             model=text_of(body.get("model")),
-            messages=tuple(_without_stubs([_decode_message(message, notes) for message in raw], notes)),
+            messages=tuple(render.in_call_order(list(_without_stubs(messages, notes)))),
             tools=tuple(_tools(array(body.get("tools")), notes)),
             tool_choice=_tool_choice(body.get("tool_choice")),
             parallel_tool_calls=body.get("parallel_tool_calls") is not False,

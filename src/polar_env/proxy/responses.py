@@ -64,7 +64,7 @@ class Responses:
         return ModelRequest(
             wire=self.wire,
             model=text_of(body.get("model")),
-            messages=tuple(history.done()),
+            messages=tuple(render.in_call_order(history.done())),
             tools=tuple(tools.specs.values()),
             tool_choice=_tool_choice(body.get("tool_choice")),
             parallel_tool_calls=body.get("parallel_tool_calls") is not False,
