@@ -142,10 +142,10 @@ async def test_thoughts_go_back_under_the_name_such_apis_have_for_them():
     assert api.requests[0]["messages"][1] == said
 
 
-async def test_a_declared_version_is_the_replys():
+async def test_the_configured_version_is_the_replys_unless_a_trainer_declares_one():
     async with Api().run(policy_version="teacher-3") as engine:
         _, reply = await play(engine, ask())
-    assert (reply.policy_version, reply.versioned) == ("teacher-3", True)
+    assert (reply.policy_version, reply.versioned) == ("teacher-3", False)
 
 
 async def test_count_tokens_is_an_estimate_that_grows_with_the_request():
@@ -313,6 +313,13 @@ async def test_calls_are_joined_by_what_was_said_and_none_of_them_trains(tmp_pat
     assert not any(turn.trained for chain in trajectory.chains for turn in chain.turns)
     assert set(trajectory.left_out.values()) == {NO_IDS}
     assert len(trajectory.left_out) == 2
+
+
+@pytest.mark.parametrize("delivery", ["main", "longest", "sample"])
+async def test_every_way_to_deliver_gives_the_conversation_it_finished_on(tmp_path, delivery):
+    trajectory = build(await conversation(tmp_path), TrajectoryConfig(delivery=delivery))
+    assert trajectory.main is not None
+    assert [turn.call_id for turn in trajectory.main.turns] == ["s-0000", "s-0001"]
 
 
 async def test_a_conversation_begun_anew_is_a_chain_of_its_own(tmp_path):

@@ -7,8 +7,10 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from engine_helpers import CACHE, VllmServer
 from finished_helpers import write_rows
@@ -78,3 +80,23 @@ async def test_a_harness_whose_requests_the_engine_refuses_is_masked_and_says_wh
     assert (row["mask_sample"], row["reward"]) == (True, 0.0)
     assert row["failure_kind"] == "polar_env:request_refused"
     assert result.verdict is None, "there is nothing of the policy's to grade"
+
+
+class Picky(VllmServer):
+    """It takes a task, and refuses every request that shows a tool's result."""
+
+    def _refusal(self, body: dict[str, Any]) -> web.Response | None:
+        shown = any(message["role"] == "tool" for message in body["messages"])
+        return web.json_response({"error": {"message": "no results, please"}}, status=400) if shown else None
+
+
+async def test_a_refusal_after_a_turn_is_the_agents_own_end_graded_and_told(tmp_path: Path) -> None:
+    async with Picky(window=4096).run() as server:
+        engine = {"kind": "vllm", "base_urls": [server.url], "model": server.model}
+        result = await roll_unchecked(await settings(tmp_path, engine=engine))
+    assert result.outcome is Outcome.AGENT_ERROR
+    assert result.detail.endswith("requests refused: 1, first: the engine answered 400: no results, please")
+    assert result.verdict is not None
+    row = delivered(result)
+    assert (row["mask_sample"], row["reward"], row["num_model_calls"]) == (False, 0.0, 1.0)
+    assert row["trainable_tokens"] > 0
