@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from engine_helpers import VllmServer
 from gym_helpers import Gated, Stage, configured, masked, row
 from polar_env.control import send
-from polar_env.errors import ConfigError
+from polar_env.errors import ConfigError, SandboxError
 from polar_env.gym import environment as environment_module
 from polar_env.gym.agent import PolarAgent, PolarAgentConfig
 from polar_env.gym.environment_server import PolarEnvironmentServer
@@ -196,7 +196,7 @@ async def test_a_rollout_the_agent_gave_up_is_cancelled_after_the_grace(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """No call may reach the policy long after the row was answered (rule 12)."""
-    monkeypatch.setattr(environment_module.PolarEnvironment.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(environment_module.PolarEnvironment.__init__, "__defaults__", (0.05, None))
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(VllmServer().run())
         server = resources(configured(tmp_path, engine.url).model_dump(mode="json"))
@@ -366,12 +366,31 @@ async def test_a_paused_server_asks_its_engine_nothing_not_even_whether_it_is_we
     assert "the test has no CLI" in masked(json.loads(answer))
 
 
-async def test_a_server_whose_rollouts_run_elsewhere_does_not_say_that_it_paused_them(tmp_path: Path):
-    async def elsewhere(row: Any) -> dict[str, Any]:
-        raise AssertionError(row)
+class Workers:
+    """Where rollouts run, when not in the server."""
 
+    async def run(self, row: Any) -> dict[str, Any]:
+        raise SandboxError(f"no node for {row['task_id']}")
+
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        return 200, {"nodes": {"n1": f"{method} {path} {raw.decode()}"}}
+
+
+async def test_a_server_whose_rollouts_run_elsewhere_passes_orders_and_rows_on(tmp_path: Path):
     async with VllmServer().run() as engine:
-        environment = environment_module.PolarEnvironment(configured(tmp_path, engine.url), elsewhere=elsewhere)
+        environment = environment_module.PolarEnvironment(configured(tmp_path, engine.url), elsewhere=Workers())
         async with environment.opened():
-            status, told = await environment.order("POST", "/control/pause", b"{}")
-    assert (status, "workers" in told["error"]) == (501, True)
+            told = await environment.order("POST", "/control/pause", b"{}")
+            answer = await environment.run(row())
+    assert told == (200, {"nodes": {"n1": "POST /control/pause {}"}})
+    assert "no node for polar-env__expiry-2" in masked(answer)
+
+
+async def test_prometheus_is_told_of_every_row(stage: Stage, tmp_path: Path):
+    stage.gate.set()
+    async with VllmServer().run() as engine, serving(controlled(tmp_path, engine.url)) as port:
+        await post(port, "/rollout", row())
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as got:
+            page = await got.text()
+    assert got.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'polar_failures_total{kind="polar_env:sandbox_error"} 1.0' in page

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from polar_env.config import load
 from polar_env.errors import ConfigError
-from polar_env.gym.workers import CROWDED, Fleet, _Node, choose
+from polar_env.gym.workers import CROWDED, Fleet, _Node, choose, standing
 
 
 def cluster(*rows: int) -> tuple[_Node, ...]:
@@ -54,3 +54,15 @@ async def test_a_server_without_a_cluster_says_how_to_get_one():
     with pytest.raises(ConfigError, match="needs a Ray cluster"):
         async with Fleet(load({"workers": {"ray": True}})).opened():
             pass
+
+
+def test_what_a_node_that_joins_later_must_be_told():
+    """A pause until its resume, and the version declared last: otherwise it samples while the weights are changed."""
+    paused = standing({}, "/control/pause", b'{"mode": "abort"}')
+    assert paused == {"/control/pause": b'{"mode": "abort"}'}
+    named = standing(paused, "/control/version", b'{"version": "step-1"}')
+    assert list(named) == ["/control/pause", "/control/version"]
+    resumed = standing(named, "/control/resume/", b'{"version": "step-2"}')
+    assert resumed == {"/control/version": b'{"version": "step-2"}'}
+    assert standing(resumed, "/control/resume", b"") == resumed
+    assert standing(resumed, "/control/abort", b"") == resumed

@@ -95,6 +95,7 @@ NeMo Gym, and the command line goes through the same two.
         process.py           runs that helper: bytes in, capped bytes out
         limits.py            how much of the machine it may use
         cgroups.py           memory, processor and process limits, held by the kernel
+        janitor.py           removes what a shot process of ours leaves
         seccomp.py           the system-call filter
       tasks/                 a dataset row becomes a repository, an environment, an instruction
         rows.py              rows from parquet, JSONL, the hub, or our own
@@ -126,12 +127,14 @@ NeMo Gym, and the command line goes through the same two.
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
         wire.py              rows as JSON, in pieces, beside other rollouts' calls
         workers.py           rollouts spread over the nodes of a Ray cluster
+        metrics.py           what the server tells Prometheus
         dataset.py           tasks as the rows Gym and NeMo-RL read
         resources_server.py  the resources server `polar`
         agent.py             the agent `polar_agent`
         environment_server.py  the relay Gym 0.7 asks for
         venvs.py             lends Gym's servers our environment
         launch.py            start NeMo Gym with polar in it, collect rollouts
+        lifeline.py          a server ends with the process that started it
         root/                the folders in which Gym looks for servers: shims and their configuration
       export/                finished rollouts as other trainers read them
         samples.py           rollouts from rows or session logs

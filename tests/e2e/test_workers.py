@@ -53,7 +53,7 @@ def posted(task_id: str, index: int) -> dict[str, Any]:
 
 async def test_rollouts_spread_over_the_nodes_and_every_row_is_valid(cluster: Cluster, tmp_path: Path):
     config = await fleet_settings(tmp_path)
-    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet).opened() as environment:
         rows = [posted(task, index) for task in TASKS for index in range(2)]
         async with asyncio.TaskGroup() as group:
             playing = [group.create_task(environment.run(row)) for row in rows]
@@ -95,7 +95,7 @@ async def both_busy() -> dict[int, int]:
 
 async def test_a_worker_killed_mid_run_loses_no_row_and_doubles_none(cluster: Cluster, tmp_path: Path):
     config = await fleet_settings(tmp_path, engine={"scripts": ["fix"]})
-    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet).opened() as environment:
         rows = [posted(task, index) for task in TASKS for index in range(4)]
         async with asyncio.TaskGroup() as group:
             playing = [group.create_task(environment.run(row)) for row in rows]
@@ -112,7 +112,7 @@ async def test_a_worker_killed_mid_run_loses_no_row_and_doubles_none(cluster: Cl
 async def test_a_cluster_without_a_fitting_node_gives_a_masked_row_that_says_so(cluster: Cluster, tmp_path: Path):
     workers = {"ray": True, "resource": "gpu_sandbox", "wait": 0.5}
     config = await settings(tmp_path, workers=workers)
-    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet.run).opened() as environment:
+    async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet).opened() as environment:
         answer = await environment.run(posted(TASKS[0], 0))
     assert contract.violations(answer) == []
     assert answer["mask_sample"]

@@ -10,10 +10,10 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from polar_env.config import PolarConfig
 from polar_env.engine import Engine
@@ -21,6 +21,7 @@ from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
 from polar_env.grade.swebench import grade
 from polar_env.gym import rows
 from polar_env.gym.contract import ContractError
+from polar_env.gym.metrics import Metrics
 from polar_env.proxy import control
 from polar_env.proxy.server import ProxyServer
 from polar_env.reward import decide
@@ -38,8 +39,16 @@ REPOST_GRACE = 30.0
 (nemo_gym/server_utils.py, _request_with_retries); past the grace nobody wants the result and it is cancelled."""
 
 
-Elsewhere = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
-"""A row in, its finished row out; raises PolarError."""
+class Elsewhere(Protocol):
+    """Where rollouts run when not here: the workers of a cluster."""
+
+    async def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row in, its finished row out. Raises PolarError."""
+        ...
+
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        """A trainer's order to the fence of every worker: (HTTP status, JSON)."""
+        ...
 
 
 class ClosedError(PolarError):
@@ -76,6 +85,7 @@ class PolarEnvironment:
         self._check_lock = asyncio.Lock()
         self._refusal: tuple[float, PolarError] | None = None
         self._tasks: dict[tuple[str, str], Task] = {}
+        self.metrics = Metrics()
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator["PolarEnvironment"]:
@@ -122,12 +132,18 @@ class PolarEnvironment:
     async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
         """A trainer's order to the fence (``proxy.control``), from somebody who may give it: (HTTP status, JSON)."""
         if self._elsewhere is not None:
-            return 501, {"error": "rollouts run in workers of the cluster, which take no orders yet"}
+            return await self._elsewhere.order(method, path, raw)
         return await control.answer(self._proxy.fence, method, path, raw)
 
     def _start(self, key: str, row: Mapping[str, Any], group: asyncio.TaskGroup) -> _Running:
-        running = self._running[key] = _Running(group.create_task(self._answer(row)))
+        running = self._running[key] = _Running(group.create_task(self._counted(row)))
         return running
+
+    async def _counted(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        with self.metrics.running():
+            answer = await self._answer(row)
+        self.metrics.observe(answer)
+        return answer
 
     def _abandon(self, key: str, running: _Running) -> None:
         """Nobody came back for this rollout: stop it, and forget its result."""
@@ -146,7 +162,7 @@ class PolarEnvironment:
         posted = time.monotonic()
         try:
             if self._elsewhere is not None:
-                return await self._elsewhere(row)
+                return await self._elsewhere.run(row)
             async with self._slots:
                 queued = time.monotonic() - posted
                 await self._check()

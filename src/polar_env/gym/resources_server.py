@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 from polar_env.config import PolarConfig, StoreConfig, environment, load
 from polar_env.errors import ConfigError, PolarError
 from polar_env.gym.environment import PolarEnvironment
+from polar_env.gym.metrics import CONTENT_TYPE
 from polar_env.gym.wire import encode
 from polar_env.proxy.control import SECRET, refusal
 
@@ -68,7 +69,7 @@ class PolarResourcesServer(SimpleResourcesServer):
         gym = self.server_client.global_config_dict
         config = settings(self.config.polar, gym)
         fleet = _fleet(config, gym)
-        polar = PolarEnvironment(config, elsewhere=fleet.run if fleet else None)
+        polar = PolarEnvironment(config, elsewhere=fleet)
         outer = app.router.lifespan_context
 
         @asynccontextmanager
@@ -87,7 +88,11 @@ class PolarResourcesServer(SimpleResourcesServer):
             status, body = refused or await polar.order(request.method, request.url.path, await request.body())
             return Response(orjson.dumps(body), status, media_type="application/json")
 
+        async def metrics() -> Response:
+            return Response(polar.metrics.text(), media_type=CONTENT_TYPE)
+
         app.router.lifespan_context = lifespan
+        app.get("/metrics")(metrics)
         app.post("/rollout")(run)
         app.get("/control")(control)
         app.post("/control/{order}")(control)

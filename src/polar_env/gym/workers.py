@@ -61,6 +61,13 @@ class Worker:
         answer["polar"] = {**answer.get("polar", {}), "node": ray.get_runtime_context().get_node_id()}
         return await asyncio.to_thread(pickle.dumps, answer)
 
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        """A trainer's order to this node's fence. Raises SandboxError: this node cannot serve."""
+        await self._settled.wait()
+        if self._environment is None:
+            raise SandboxError("the worker of this node has ended")
+        return await self._environment.order(method, path, raw)
+
     async def stop(self) -> None:
         self._stopping.set()
 
@@ -85,6 +92,7 @@ class Fleet:
         self._address = address
         self._nodes: dict[str, _Node] = {}
         self._changed = asyncio.Condition()
+        self._standing: dict[str, bytes] = {}
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator["Fleet"]:
@@ -115,6 +123,25 @@ class Fleet:
             finally:
                 node.rows -= 1
         raise SandboxError(f"the workers that ran it were lost ({str(lost).splitlines()[0]}); see the nodes' Ray logs")
+
+    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        """The order, to every node at once: (the worst status, node -> what it said). A node that was lost has nothing
+        left to fence; one that joins later is told what stands."""
+        self._standing = standing(self._standing, path, raw)
+        async with asyncio.TaskGroup() as group:
+            asked = {
+                node.node_id: group.create_task(self._ordered(node, method, path, raw)) for node in self._nodes.values()
+            }
+        said = {node_id: task.result() for node_id, task in asked.items()}
+        return max((status for status, _ in said.values()), default=200), {
+            "nodes": {node_id: body for node_id, (_, body) in said.items()}
+        }
+
+    async def _ordered(self, node: _Node, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+        try:
+            return cast("tuple[int, dict[str, Any]]", await node.actor.order.remote(method, path, raw))
+        except RayError as error:
+            return 200, {"lost": str(error).splitlines()[0]}
 
     async def _play(self, node: _Node, row: Mapping[str, Any]) -> bytes:
         reference = node.actor.run.remote(dict(row))
@@ -149,6 +176,8 @@ class Fleet:
                 if node_id not in self._nodes:
                     node = self._start(node_id)
                     group.create_task(self._watch(node))
+                    for order, raw in self._standing.items():
+                        await self._ordered(node, "POST", order, raw)
                     async with self._changed:
                         self._nodes[node_id] = node
                         self._changed.notify_all()
@@ -201,6 +230,19 @@ class Fleet:
         for node in tuple(self._nodes.values()):
             with suppress(RayError):
                 await node.actor.stop.remote()
+
+
+def standing(before: Mapping[str, bytes], path: str, raw: bytes) -> dict[str, bytes]:
+    """The orders (path -> body) that hold after this one: a pause until its resume, and the last version. Pure."""
+    place, _, order = path.rstrip("/").rpartition("/")
+    held = dict(before)
+    if order in ("pause", "version"):
+        held[f"{place}/{order}"] = raw
+    elif order == "resume":
+        held.pop(f"{place}/pause", None)
+        if b'"version"' in raw:
+            held[f"{place}/version"] = raw
+    return held
 
 
 def choose(row: Mapping[str, Any], nodes: tuple[_Node, ...]) -> _Node:
