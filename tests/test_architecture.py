@@ -50,6 +50,7 @@ TABLE = (
     Row("proxy.render", 2, FACTS),
     *(Row(f"{dialect}_*", 2, (*FACTS, "proxy", "proxy.sse", "proxy.render")) for dialect in DIALECTS),
     *(Row(dialect, 2, (*FACTS, "proxy", "proxy.sse", "proxy.render", f"{dialect}_*")) for dialect in DIALECTS),
+    Row("sandbox.janitor", 2, ()),
     Row("sandbox.*", 2, (*FACTS, "config", "sandbox", "sandbox.*")),
     # Level 3: the rooms between which a rollout moves. None of them knows the others, but the grader opens sandboxes.
     Row("proxy.ask", 3, (*FACTS, "capture", "continuation")),
@@ -118,12 +119,13 @@ TABLE = (
             "export.*",
         ),
     ),
+    Row("gym.metrics", 6),
     Row(
         "gym.environment",
         6,
-        (*FACTS, *MIDDLE, "grade.*", "rollout", "proxy.control", "gym", "gym.rows", "gym.contract"),
+        (*FACTS, *MIDDLE, "grade.*", "rollout", "proxy.control", "gym", "gym.rows", "gym.contract", "gym.metrics"),
     ),
-    Row("gym.*", 6, (*FACTS, "config", "rollout", "tasks", "proxy.control", "gym", "gym.*")),
+    Row("gym.*", 6, (*FACTS, "config", "rollout", "tasks", "proxy.control", "sandbox.janitor", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "rollout", "tasks", "tasks.*", "gym", "gym.*")),
     Row("standalone", 6, (*FACTS, *MIDDLE, "joins", "proxy.control", "proxy.session", "harness", "rollout")),
     Row("recipe", 6, (*FACTS, "config", "tasks", "tasks.*", "gym", "gym.*")),
