@@ -16,6 +16,7 @@ from polar_env.gym import contract, rows
 from polar_env.harness.shell import Shell
 from polar_env.proxy.server import ProxyServer
 from polar_env.rollout import RolloutJob, make_engine, open_proxy, rollout
+from polar_env.sandbox import janitor
 from polar_env.tasks import rows as task_rows
 from polar_env.types import RolloutResult, Sampling
 
@@ -91,9 +92,11 @@ def job(config: PolarConfig, index: int = 0) -> RolloutJob:
 
 
 def left_running(known: Container[int] = ()) -> list[str]:
-    """Processes under this one that are not ``known``, but for the grader's worker, which serves all rollouts."""
+    """Processes under this one that are not ``known``, but for the grader's worker and the janitor, which serve all
+    rollouts."""
     found = [command for pid, command in below_us().items() if pid not in known]
-    return [command for command in found if command and "polar_env.grade.report" not in command]
+    ours = ("polar_env.grade.report", janitor.NAME)
+    return [command for command in found if command and not any(name in command for name in ours)]
 
 
 def below_us() -> dict[int, str]:

@@ -6,7 +6,9 @@ NeMo-RL: ``RunHelper().start(GlobalConfigDictParserConfig(...))`` in a process t
 
 import contextlib
 import random
+import signal
 import socket
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ from polar_env.config import environment, export
 from polar_env.errors import SandboxError, boundary
 from polar_env.gym import CONFIG, ROOT
 from polar_env.gym.venvs import link_venvs
+from polar_env.sandbox import janitor
 
 RAY_GRACE = 5.0
 """Seconds Ray's processes get to end by themselves."""
@@ -82,6 +85,9 @@ def own_ray() -> Generator[None]:
     before = set(psutil.Process().children(recursive=True))
     try:
         start_ray()
+        for part in set(psutil.Process().children(recursive=True)) - before:
+            with suppress(OSError):
+                janitor.kill_later(part.pid)
         yield
     finally:
         rays = [child for child in psutil.Process().children(recursive=True) if child not in before]
@@ -89,6 +95,25 @@ def own_ray() -> Generator[None]:
         for left in psutil.wait_procs(rays, timeout=RAY_GRACE)[1]:
             with suppress(psutil.NoSuchProcess):
                 left.kill()
+
+
+@contextmanager
+def _terminable() -> Generator[None]:
+    """SIGTERM ends the block as Ctrl-C does, with a shell's exit code; Ray's own handler, which it sets when it starts,
+    aborts. Only the main thread may have handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once: what is being taken down must not be interrupted
+    raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -114,7 +139,7 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
         "port_range_high": 5999,
     }
     helper = RunHelper()
-    with own_ray():
+    with own_ray(), _terminable():
         with boundary(SandboxError, "starting NeMo Gym"):
             helper.start(
                 GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))

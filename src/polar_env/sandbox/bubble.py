@@ -14,7 +14,7 @@ from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
 from typing import Any
 
 from polar_env.errors import SandboxError, boundary
-from polar_env.sandbox import ExecResult, Overlay, cgroups, netns, process, root, seccomp, trees
+from polar_env.sandbox import ExecResult, Overlay, cgroups, janitor, netns, process, root, seccomp, trees
 from polar_env.sandbox.limits import Limits
 from polar_env.sandbox.spaces import Joined, Spaces
 
@@ -192,6 +192,8 @@ class Bubble:
                 self.spaces.close()
                 self.spaces = None
             await asyncio.to_thread(self.groups.remove)
+            for folder in (*self.groups.folders, *([self.scratch] if self.scratch else [])):
+                janitor.removed(folder)
             self.groups = cgroups.Cgroups()
             if self.scratch is not None:
                 await asyncio.to_thread(trees.remove, self.scratch)

@@ -22,7 +22,7 @@ from nemo_gym.sandbox import SandboxCreateError, SandboxExecResult, SandboxHandl
 
 from polar_env.config import child_environment
 from polar_env.errors import SandboxError
-from polar_env.sandbox import Overlay, process, root, seccomp, trees
+from polar_env.sandbox import Overlay, janitor, process, root, seccomp, trees
 from polar_env.sandbox.bubble import Bubble, Layout
 from polar_env.sandbox.limits import Limits
 from polar_env.sandbox.spaces import Spaces
@@ -109,6 +109,8 @@ class BubblewrapProvider:
     async def _start(self, spec: SandboxSpec, layout: Layout, writes: str) -> Bubble:
         groups = layout.limits.groups(f"polar-{uuid4().hex[:12]}")
         scratch = None if writes == "memory" else await asyncio.to_thread(trees.make, self.scratch)
+        for folder in (*groups.folders, *([scratch] if scratch else [])):
+            janitor.remove_later(folder)
         bubble = Bubble({**root.ENVIRONMENT, **spec.env}, layout, groups, scratch)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(bubble.close)

@@ -2,9 +2,11 @@
 
 from nemo_gym.server_utils import is_nemo_gym_fastapi_entrypoint
 
+from polar_env.gym import lifeline
 from polar_env.gym.environment_server import PolarEnvironmentServer
 
 if __name__ == "__main__":
+    lifeline.follow()
     PolarEnvironmentServer.run_webserver()
 elif is_nemo_gym_fastapi_entrypoint(__file__):
     app = PolarEnvironmentServer.run_webserver()

@@ -2,9 +2,11 @@
 
 from nemo_gym.server_utils import is_nemo_gym_fastapi_entrypoint
 
+from polar_env.gym import lifeline
 from polar_env.gym.agent import PolarAgent
 
 if __name__ == "__main__":
+    lifeline.follow()
     PolarAgent.run_webserver()
 elif is_nemo_gym_fastapi_entrypoint(__file__):
     app = PolarAgent.run_webserver()
