@@ -192,7 +192,7 @@ async def test_six_turns_of_a_real_harness(server, tmp_path, capsys, harness: st
     else:  # the same session, its turns spelled anew: each call a chain of its own
         assert counted == {Join.NEW: 1, Join.RETOKENISED: TURNS - 1}
         assert len(trajectory.chains) == TURNS
-        assert max(as_one) > 100 * SAME  # the tokens are right, and the context is one they were never sampled in
+        assert max(as_one) > 10 * SAME  # the tokens are right, and the context is one they were never sampled in
         assert all(record.continues for record in records[1:])
 
 
