@@ -54,6 +54,14 @@ def test_opencode_is_configured_by_its_environment_and_reads_the_instruction_unq
     assert "--title" in launch.argv, "else the model is asked for one first"
 
 
+def test_opencode_is_told_that_its_own_package_is_there():
+    """Else it asks the package registry, whatever it was told of updates and plugins."""
+    files = build("opencode").launch(a_job()).files
+    lock = json.loads(files[f"{HOME}/.config/opencode/package-lock.json"])
+    assert "@opencode-ai/plugin" in lock["packages"][""]["dependencies"]
+    assert [path for path in files if path.startswith(f"{HOME}/.config/opencode/node_modules/")]
+
+
 async def test_opencode_starts_with_ripgrep_where_it_looks_for_it(tmp_path: Path):
     """The start script on a home of this test's own, with a program in place of opencode."""
     launch = build("opencode", extra_args=("an argument",)).launch(a_job())

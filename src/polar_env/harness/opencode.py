@@ -25,6 +25,11 @@ RIPGREP = "1.18.0"
 RIPGREP_HOME = f"{HOME}/.cache/opencode/bin"
 """Where opencode looks for ripgrep when there is none in PATH, which is the task's and not ours."""
 
+CONFIG_HOME = f"{HOME}/.config/opencode"
+_LOCK = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+"""It would install this package beside its configuration, for plugins, and we have none. A lock file that names it keeps
+it from asking the package registry (measured, 1.18.33: no flag does)."""
+
 _START = f'mkdir -p "{RIPGREP_HOME}" && ln -sf "{OPT}/ripgrep/bin/rg" "{RIPGREP_HOME}/rg" && exec "$@"'
 
 CHATTER = ('^{"type":"tool_use"', '^{"type":"reasoning"')
@@ -69,7 +74,11 @@ class Opencode:
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
         }
         # An instruction in the argv would reach the model with quotes around it (design: harnesses §7).
-        return Launch(argv=without(CHATTER, argv), env=env, stdin=job.instruction.encode())
+        files = {
+            f"{CONFIG_HOME}/package-lock.json": json.dumps(_LOCK).encode(),
+            f"{CONFIG_HOME}/node_modules/.installed": b"",
+        }
+        return Launch(argv=without(CHATTER, argv), env=env, files=files, stdin=job.instruction.encode())
 
     def classify(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[CallKind, str]:
         """A sub-agent names its parent's session; the rest is told by the system prompt (design: harnesses §10)."""
