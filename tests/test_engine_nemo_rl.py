@@ -13,6 +13,7 @@ from nemo_rl_helpers import Worker, join, letter_by_letter, words
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
+from polar_env.engine.fence import Fence
 from polar_env.engine.nemo_rl import NemoRlEngine
 from polar_env.errors import EngineError, EngineOverflow, EngineRefused
 from polar_env.types import Continuation, Delta, EngineReply, HoleKind, ModelRequest, Sampling, StopReason
@@ -110,10 +111,13 @@ async def test_without_a_declared_version_the_reply_says_that_it_knows_none():
     assert (reply.policy_version, reply.versioned) == ("org/policy@unversioned", False)
 
 
-async def test_a_declared_version_is_the_replys():
+async def test_the_configured_version_is_the_replys_until_a_trainer_declares_another():
     async with working(policy_version="step-12") as (_, engine):
-        _, reply = await play(engine, ask(), sampling=TRAIN)
-    assert (reply.policy_version, reply.versioned) == ("step-12", True)
+        fence = Fence(engine)
+        _, first = await play(fence, ask(), sampling=TRAIN)
+        fence.declare("step-13")
+        _, second = await play(fence, ask(), sampling=TRAIN)
+    assert (first.policy_version, second.policy_version) == ("step-12", "step-13")
 
 
 # --- a history that carries on ------------------------------------------------------------------------------------

@@ -211,10 +211,10 @@ async def test_a_server_that_counts_nothing_says_what_to_set():
         (Sglang(weight_version="step-4"), "step-3", "step-4", True),
         (Sglang(spans=[{"version": "4", "start": 0}, {"version": "5", "start": 2}]), "", "4+5", True),
         (Sglang(), "", "qwen@unversioned", False),
-        (Sglang(), "step-3", "step-3", True),
-        (Sglang(weight_version=None), "step-3", "step-3", True),
+        (Sglang(), "step-3", "step-3", False),
+        (Sglang(weight_version=None), "step-3", "step-3", False),
     ],
-    ids=["told", "changed under it", "never set", "declared", "an older server"],
+    ids=["told", "changed under it", "never set", "configured", "an older server"],
 )
 async def test_the_version_is_the_servers_own_then_the_declared_one(server, declared, version, known):
     async with served(server, policy_version=declared) as (_, engine):

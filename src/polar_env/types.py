@@ -254,7 +254,7 @@ class EngineReply:
     spliced: bool = False
     """True when the prompt was sent as ``request.continues.ids`` and the rendering of what is new."""
     versioned: bool = True
-    """False when ``policy_version`` names the server and says nothing of its weights: a declared version is better."""
+    """False when the engine itself did not tell ``policy_version``: one that the trainer declared is better."""
     ids: bool = True
     """False for an API that gives no token ids (engine ``text``): a conversation to imitate, no tensors to train on."""
 

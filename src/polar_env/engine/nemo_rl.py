@@ -111,7 +111,7 @@ class NemoRlEngine:
         self._model = str(cast("dict[str, Any]", told).get("model") or self._model)
         reply = answer.reply(self._config.policy_version or f"{self._model}@unversioned")
         spliced = prefix is not None and reply.prompt_ids[: len(prefix)] == prefix
-        return deltas, replace(reply, spliced=spliced, versioned=bool(self._config.policy_version))
+        return deltas, replace(reply, spliced=spliced, versioned=False)  # what a trainer declares outranks it
 
     def _body(self, request: ModelRequest, sampling: Sampling, prefix: "array[int] | None") -> dict[str, Any]:
         """Raises EngineError for sampling that no profile of NeMo-RL has."""

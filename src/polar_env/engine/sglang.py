@@ -118,7 +118,7 @@ class SglangEngine:
         reply, spliced = answer.reply(version or f"{model}@unversioned"), False
         if ids is not None:
             spliced = reply.prompt_ids == ids
-        return deltas, replace(reply, versioned=bool(version), spliced=spliced)
+        return deltas, replace(reply, versioned=bool(told_by), spliced=spliced)
 
     async def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> "array[int]":
         """Prompt ids [P] by ``engine.tokenizer``. Raises EngineError."""

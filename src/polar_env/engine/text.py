@@ -93,9 +93,9 @@ class TextEngine:
         if not answer.finished:
             raise EngineError(f"{at.base} ended its answer without a finish reason; the API broke off")
         version = self._config.policy_version or f"{model}@{answer.fingerprint or 'unversioned'}"
-        nothing, told = array("i"), bool(self._config.policy_version)
+        nothing = array("i")
         reply = replace(answer.reply(version), prompt_ids=nothing, sampled_ids=nothing, log_probs=array("f"))
-        yield replace(reply, versioned=told, ids=False)
+        yield replace(reply, versioned=False, ids=False)
 
     @contextlib.asynccontextmanager
     async def _open(self, order: tuple[str, ...], body: dict[str, Any]) -> AsyncGenerator[Accepted, None]:
