@@ -285,14 +285,8 @@ async def _play(
     timed_out = result.timed_out or (spent.is_set() and result.code != 0)
         deadline.cancel()
     stopped = timed_out or (session.outcome is not None and result.code != 0)
-    return HarnessExit(
-        code=None if stopped else result.code,
-        stdout=result.stdout,
-        stderr=result.stderr,
-        timed_out=result.timed_out,
-        out_of_memory=result.out_of_memory,
-        seconds=time.monotonic() - started,
-    )
+    seconds = time.monotonic() - started
+    return replace(result, code=None if stopped else result.code, timed_out=timed_out, seconds=seconds)
 
 
 def _job(job: RolloutJob, session: Session, config: PolarConfig) -> Job:
