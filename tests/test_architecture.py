@@ -55,6 +55,7 @@ TABLE = (
     # Level 3: the rooms between which a rollout moves. None of them knows the others, but the grader opens sandboxes.
     Row("proxy.ask", 3, (*FACTS, "capture", "continuation")),
     Row("proxy.attempts", 3, (*FACTS, "proxy")),
+    Row("proxy.threads", 3, (*FACTS, "proxy.attempts")),
     Row("proxy.limits", 3, (*FACTS, "config", "proxy.attempts")),
     Row("proxy.steady", 3, FACTS),
     Row("engine.fence", 3, (*FACTS, "engine")),
@@ -73,6 +74,7 @@ TABLE = (
             "proxy.ask",
             "proxy.attempts",
             "proxy.limits",
+            "proxy.threads",
             "proxy.steady",
         ),
     ),
