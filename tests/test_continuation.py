@@ -289,6 +289,15 @@ def test_of_equal_words_those_with_the_echoed_thoughts_are_carried_on(talk: Talk
     assert talk.carries_on(*TASK, echo(turn("Done.")), user("more")) == "call 1"
 
 
+def test_of_equal_words_those_of_its_own_thread_are_carried_on(talk: Talk) -> None:
+    """Two sub-agents were told the same, thought differently, and their harness keeps no thoughts."""
+    for at, thread in enumerate(("one", "two")):
+        said = turn("Done.", reasoning=f"I am {thread}.")
+        talk.history.add(talk.history.place(ask(*TASK), thread), thread, at, said, thread)
+    request = ask(*TASK, echo(turn("Done.")), user("more"))
+    assert [talk.history.place(request, thread).call_id for thread in ("one", "two", "three")] == ["one", "two", "two"]
+
+
 def test_a_branch_carries_on_where_it_left(talk: Talk) -> None:
     """A sub-agent seeded with its parent's history, or a harness that goes back."""
     talk.sampled(SAID, *TASK)

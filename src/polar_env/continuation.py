@@ -36,6 +36,7 @@ class _Said:
 
     call_id: str
     index: int
+    thread: str
     cut: bool
     state: bytes
     """The history that ends with this turn."""
@@ -72,29 +73,30 @@ class History:
     def __init__(self) -> None:
         self._said: dict[bytes, tuple[_Said, ...]] = {}
 
-    def place(self, request: ModelRequest) -> Place:
-        """Read a request. Of equal turns the latest is carried on, one with the same thoughts before others."""
+    def place(self, request: ModelRequest, thread: str = "") -> Place:
+        """Read a request of ``thread``. Of equal turns one with the echoed thoughts is carried on, else one of the same
+        thread (two sub-agents that were told the same may say the same), else the latest."""
         state, at, known = _tools(request.tools), 0, Place(_NOTHING)
         for group in _groups(request.messages):
             spoken, at = group[0]["role"] == "assistant", at + len(group)
-            said = self._echoed(state, group[0]) if spoken else None
+            said = self._echoed(state, group[0], thread) if spoken else None
             if said is not None:
                 state, known = said.state, Place(said.state, said.call_id, at, said.cut)
             else:
                 state, known = _after(state, group), Place(_NOTHING) if spoken else known
         return replace(known, state=state) if at > known.messages else Place(state)
 
-    def add(self, place: Place, call_id: str, index: int, turn: AssistantTurn) -> None:
+    def add(self, place: Place, call_id: str, index: int, turn: AssistantTurn, thread: str = "") -> None:
         """From now on a request can carry on this call. ``place`` is that of its request."""
         calls = [(call.name, call.arguments) for call in turn.tool_calls]
         state = _content_key(place.state, turn.text, calls)
         cut = turn.stop is StopReason.LENGTH
-        said = _Said(call_id, index, cut, state, _words(turn.text), _words(turn.reasoning))
+        said = _Said(call_id, index, thread, cut, state, _words(turn.text), _words(turn.reasoning))
         for key in {state, _id_key(place.state, [call.id for call in turn.tool_calls])} - {_NOTHING}:
             known = (*self._said.get(key, ()), said)
             self._said[key] = tuple(sorted(known, key=lambda one: one.index, reverse=True))
 
-    def _echoed(self, state: bytes, message: ChatMessage) -> _Said | None:
+    def _echoed(self, state: bytes, message: ChatMessage, thread: str) -> _Said | None:
         """The call that said this when it was given the history ``state``."""
         text, reasoning = _words(_text(message)), _words(message.get("reasoning_content", ""))
         calls = message.get("tool_calls", ())
@@ -102,7 +104,9 @@ class History:
         made = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
         alike = by_ids or self._said.get(_content_key(state, _text(message), made), ())
         fitting = [said for said in alike if said.echoed(text, reasoning, by_ids=bool(by_ids))]
-        return max(fitting, key=lambda said: (said.reasoning == reasoning, said.index), default=None)
+        return max(
+            fitting, key=lambda said: (said.reasoning == reasoning, said.thread == thread, said.index), default=None
+        )
 
 
 # --- digests ----------------------------------------------------------------------------------------------------

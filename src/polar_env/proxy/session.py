@@ -192,7 +192,7 @@ class Session:
             return earlier
         shown = self._shown(request)
         digest = hashlib.sha256(raw).hexdigest()
-        ask = Ask(shown, kind, thread, digest, time.time(), self._history.place(shown))
+        ask = Ask(shown, kind, thread, digest, time.time(), self._history.place(shown, thread))
         self._admit(ask, earlier)
         if earlier is not None and isinstance(earlier.error, EngineOverflow | EngineRefused):
             self.limits.repeated()
@@ -337,7 +337,7 @@ class Session:
             self.calls += 1
             self.usage.undelivered += 1
             if not record.holes:
-                self._history.add(ask.place, attempt.call_id, attempt.index, reply.turn)
+                self._history.add(ask.place, attempt.call_id, attempt.index, reply.turn, ask.thread)
             attempt.commit(recorded=True)
         if attempt.index >= self._failed_before:
             self._failures, self._trouble = 0, None
