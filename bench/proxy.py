@@ -2,10 +2,11 @@
 
 The stub answers at once with real vLLM shapes (prompt ids, sampled ids, log-probs), so what is measured is everything
 we do around a model: decoding, classifying, judging, the durable record, the harness's own wire API, streaming.
-Stub, proxy and client are processes of their own. With ``--peer`` NeMo Gym's own model server (``vllm_model``, token
-ids on) stands in front of the same stub, for its non-streaming route.
+Stub, proxy and client are processes of their own. A bare aiohttp passthrough, nginx and LiteLLM (pinned) stand in
+front of the same stub in the same run (``proxy_peers``), with ``--gym`` NeMo Gym's own model server (``vllm_model``,
+token ids on) too, for its non-streaming route. At the end: the goals, and where we stand.
 
-usage: python bench/proxy.py [--requests 400] [--prompt 2000] [--tokens 128] [--peer]
+usage: python bench/proxy.py [--requests 400] [--tokens 128] [--nginx PATH] [--no-litellm] [--gym]
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import proxy_peers
 from aiohttp import web
 
 from polar_env.capture import Ledger, SegmentLog
@@ -39,6 +41,7 @@ LEVELS = (1, 16, 128)
 """Requests in flight."""
 
 PEER = Path(__file__).with_name("proxy_peer.py")
+PEERS = Path(__file__).with_name("proxy_peers.py")
 
 STEP = 8
 """Tokens in one chunk of the stub's stream."""
@@ -168,7 +171,7 @@ async def one(
 ) -> tuple[float, float]:
     """(seconds to the first byte of the body, seconds to its end)."""
     body = {"model": "stub", "stream": stream, "messages": [{"role": "user", "content": f"{number} {text}"}]}
-    if target.name == "direct":  # what a proxy asks the engine for
+    if target.name in ("direct", "nginx", "aiohttp"):  # what a proxy asks the engine for
         body |= {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
     start, first = time.perf_counter(), 0.0
     async with client.post(f"{target.url}/chat/completions", json=body) as response:
@@ -215,40 +218,100 @@ async def measure(target: Target, text: str, requests: int, level: int, stream: 
     return Measured(requests / seconds, statistics.median(ends), ends[int(len(ends) * 0.99)], first, cpu / requests)
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A bar of the design, and where we stand."""
+
+    words: str
+    most: float
+    """At most; negative: at least."""
+
+    def line(self, found: float | None) -> str:
+        if found is None:
+            return f"goal: {self.words}: not measured, the peer is missing"
+        met = found <= self.most if self.most > 0 else found >= -self.most
+        return f"goal: {self.words}: {found:.1f} ({'met' if met else 'missed'})"
+
+
+SIZES = {"9.5 KB": (1_900, Goal("added median at one in flight, 9.5 KB, ms, at most 4", 4.0))}
+SIZES["50K tokens"] = (50_000, Goal("added median at one in flight, 50K tokens, ms, at most 12", 12.0))
+PER_CORE = Goal("requests per second and core, times LiteLLM's, 9.5 KB, at least 40", -40.0)
+"""Of whole answers; a streamed one's time is the engine's."""
+
+
+@contextlib.asynccontextmanager
+async def targets(options: argparse.Namespace, direct: Target, stream: bool) -> AsyncGenerator[list[Target]]:
+    """The stub itself, we, and every peer that is there."""
+    engine = int(direct.url.rpartition(":")[2].removesuffix("/v1"))
+    async with contextlib.AsyncExitStack() as stack:
+        mode = "stream" if stream else "whole"
+        polar = await stack.enter_async_context(served("polar", __file__, "--role", "polar", direct.url, mode))
+        found = [direct, polar, await stack.enter_async_context(served("aiohttp", str(PEERS), direct.url))]
+        program = proxy_peers.nginx_program(options.nginx)
+        if program is None:
+            print("nginx     missing: apt-get install nginx, or --nginx PATH")
+        else:
+            port, process = await stack.enter_async_context(proxy_peers.nginx(program, engine))
+            found.append(Target("nginx", f"http://127.0.0.1:{port}/v1", process))
+        if options.gym and not stream:
+            found.append(await stack.enter_async_context(served("nemo_gym", str(PEER), direct.url)))
+        if options.litellm:
+            port, process = await stack.enter_async_context(proxy_peers.litellm(options.store, engine))
+            found.append(Target("litellm", f"http://127.0.0.1:{port}/v1", process))
+        yield found
+
+
+async def one_size(options: argparse.Namespace, size: str, stream: bool) -> dict[tuple[str, int], Measured]:
+    """Every path at every level, printed; times the stub's own beside them."""
+    prompt, _ = SIZES[size]
+    text, found = "word " * prompt, dict[tuple[str, int], Measured]()
+    async with (
+        served("direct", __file__, "--role", "stub", str(prompt), str(options.tokens)) as direct,
+        targets(options, direct, stream) as paths,
+    ):
+        for level in LEVELS:
+            for target in paths:
+                requests = options.requests if target.name != "litellm" else max(20, options.requests // 8)
+                measured = found[target.name, level] = await measure(target, text, max(requests, level), level, stream)
+                base, ours = found["direct", level], found.get(("polar", level))
+                times = (measured.median, measured.p99, measured.first, measured.median - base.median, measured.cpu)
+                cells = [f"{1e3 * each:{width}.1f}" for each, width in zip(times, (9, 9, 10, 9, 8), strict=True)]
+                ratio = f"{ours.cpu / measured.cpu:9.2f}" if ours and measured.cpu else f"{'':9}"
+                row = f"{size:11}{'stream' if stream else 'whole':7}{level:8}  {target.name:10}{measured.rate:9.1f}"
+                print(row, *cells, ratio, sep="", flush=True)
+    return found
+
+
 async def main(options: argparse.Namespace) -> None:
-    text = "word " * options.prompt
-    print(f"{options.requests} requests a row; prompt {options.prompt} ids, {options.tokens} sampled; times in ms")
     print(
-        f"{'reply':8}{'at once':>8}  {'path':12}{'req/s':>9}{'median':>9}{'p99':>9}{'1st byte':>10}{'added':>9}"
-        + f"{'cpu':>7}"
+        f"{options.requests} requests a row, {options.tokens} tokens sampled each; times in ms;"
+        f" load of the machine {os.getloadavg()[0]:.1f}"
     )
-    async with served("direct", __file__, "--role", "stub", str(options.prompt), str(options.tokens)) as direct:
+    print(
+        "polar's log is durable (one fsync per window); cpu: of the server process, a request; x cpu: polar's over it"
+    )
+    heads = f"{'req/s':>9}{'median':>9}{'p99':>9}{'1st byte':>10}{'added':>9}{'cpu':>8}{'x cpu':>9}"
+    print(f"{'prompt':11}{'reply':7}{'at once':>8}  {'path':10}{heads}")
+    goals = list[str]()
+    for size, (_, goal) in SIZES.items():
         for stream in (False, True):
-            async with contextlib.AsyncExitStack() as stack:
-                mode = "stream" if stream else "whole"
-                targets = [
-                    direct,
-                    await stack.enter_async_context(served("polar", __file__, "--role", "polar", direct.url, mode)),
-                ]
-                if options.peer and not stream:
-                    targets.append(await stack.enter_async_context(served("nemo_gym", str(PEER), direct.url)))
-                for level in LEVELS:
-                    base = 0.0
-                    for target in targets:
-                        found = await measure(target, text, options.requests, level, stream)
-                        base = base or found.median
-                        times = (found.median, found.p99, found.first, found.median - base, found.cpu)
-                        widths = (9, 9, 10, 9, 7)
-                        cells = [f"{1e3 * each:{width}.1f}" for each, width in zip(times, widths, strict=True)]
-                        print(f"{mode:8}{level:8}  {target.name:12}{found.rate:9.1f}", *cells, sep="", flush=True)
+            found = await one_size(options, size, stream)
+            if not stream:
+                goals.append(goal.line(1e3 * (found["polar", 1].median - found["direct", 1].median)))
+            if not stream and size == "9.5 KB":
+                peer = found.get(("litellm", 16))
+                goals.append(PER_CORE.line(peer.cpu / found["polar", 16].cpu if peer else None))
+    print(*goals, sep="\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--nginx", default="", help="an nginx program; default: the one on PATH")
+    parser.add_argument("--no-litellm", dest="litellm", action="store_false", help="without it: it takes minutes")
+    parser.add_argument("--gym", action="store_true", help="NeMo Gym's own model server too")
+    parser.add_argument("--store", type=Path, default=Path("~/.cache/polar_env").expanduser())
     parser.add_argument("--role", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     match arguments.role:
