@@ -15,13 +15,15 @@ DEMO_ARGS = $(if $(HARNESS),--harness '$(HARNESS)') $(if $(TASK),--task '$(TASK)
 COVERAGE = --cov=polar_env --cov-report=term --cov-fail-under=90
 DEFAULT_SET = not vllm and not nemo_rl and not slow
 
-.PHONY: help demo test test-all conformance test-vllm lint format clean
+.PHONY: help demo test test-all conformance gold attack test-vllm lint format clean
 
 help:
 	@echo "make demo       GRPO groups of four real agent CLIs on real tasks, graded (HARNESS= TASK= ENGINE= MODEL_URL= DATA=)"
 	@echo "make test       lint, types and the default tests with coverage: what CI runs, under 15 minutes"
 	@echo "make test-all   and the slow tests and those that need NeMo-RL (skipped, and said so, where it is not importable)"
 	@echo "make conformance  every real CLI in every case of tests/conformance/cases.py, and the matrix (half an hour)"
+	@echo "make gold       every real SWE-bench instance that runs here: right fix 1.0, none 0.0 (needs POLAR_SWEBENCH_DATA)"
+	@echo "make attack     every attack on the grading, on a real instance; honest odd patches too"
 	@echo "make test-vllm  a real vLLM on this CPU (installs 3.5 GB into .venv-vllm on first use)"
 	@echo "make lint       ruff and pyright alone;  make format;  make clean"
 
@@ -44,6 +46,10 @@ test-all: lint
 conformance:
 	@$(BOOTSTRAP) --test
 	$(BIN)/python -m pytest -m conformance $(PYTEST_ARGS)
+
+gold attack:
+	@$(BOOTSTRAP) --test
+	$(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
 
 test-vllm:
 	@$(BOOTSTRAP) --test

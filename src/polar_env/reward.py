@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 
 from polar_env.types import INFRASTRUCTURE, Flag, Outcome, RewardDecision, Verdict, VerdictStatus
 
-
 Worth = Literal["zero", "mask", "report"]
 """What a flag does to a rollout: reward 0, masked, or only told on the row."""
 
