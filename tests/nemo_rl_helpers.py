@@ -1,7 +1,8 @@
 """A NeMo-RL vLLM worker's HTTP endpoint with a real tokenizer and template, and a policy that answers from a list.
 
-What it accepts, refuses and returns follows NeMo-RL 7ea279ab (``vllm_worker_async.py`` lines 396-860, ``vllm/utils.py``
-lines 321-415, ``openai_server_utils.py`` lines 28-130), which cannot run here: it needs a GPU build of vLLM and Ray.
+What it accepts, refuses and returns follows NeMo-RL 7ea279ab: ``vllm_worker_async.py`` lines 396-860, ``vllm/utils.py``
+lines 321-415, ``openai_server_utils.py`` lines 28-130. ``e2e/test_nemo_rl_worker.py`` runs the real one's app on a CPU
+and holds this one to it.
 """
 
 import asyncio
@@ -71,6 +72,10 @@ class Worker:
                 await asyncio.Event().wait()
             finally:
                 self.aborted.set()
+        shows = [message for message in body["messages"] if isinstance(message.get("content"), list)]
+        if shows or self.fault == "blinks":
+            self.fault = ""
+            return web.Response(status=500, text="Internal Server Error")  # as a text model's worker does of an image
         if self.fault == "bad_schema":
             return _error(400, "tools: 'strin' is not a type")
         try:
@@ -125,7 +130,7 @@ class Worker:
             function = {"name": made["name"], "arguments": json.dumps(made["arguments"])}
             message["tool_calls"] = [{"id": f"call-{len(prompt)}", "type": "function", "function": function}]
             finish = "tool_calls"
-        if body.get("logprobs") and body.get("top_logprobs") is not None and self.fault != "no_ids":
+        if body.get("logprobs") and self.fault != "no_ids":
             log_probs = [-0.125 * (1 + at % 8) for at in range(len(ids))]
             message |= {"prompt_token_ids": prompt.tolist(), "generation_token_ids": ids}
             message |= {"generation_log_probs": log_probs[:-1] if self.fault == "short" else log_probs}

@@ -239,6 +239,23 @@ async def test_sampling_of_no_profile_is_an_engine_error_and_not_the_requests_fa
     assert not isinstance(caught.value, EngineRefused)
 
 
+async def test_what_a_worker_stumbles_over_is_the_requests_fault_once_it_is_known_to_be_well():
+    image = user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
+    async with working() as (worker, engine):
+        with pytest.raises(EngineRefused, match=r"^the engine fails on this request and on no other$"):
+            await play(engine, ask(image), sampling=TRAIN)
+    asked = [body["messages"][0]["content"] for body in worker.requests]
+    assert asked == [image["content"], image["content"], "Say hello."]
+    assert worker.requests[-1]["max_tokens"] == 1
+
+
+async def test_a_failure_that_passes_is_nobodys_fault():
+    async with working(Worker(fault="blinks")) as (worker, engine):
+        _, reply = await play(engine, ask(), sampling=TRAIN)
+    assert judge("c", reply) == ()
+    assert len(worker.requests) == 2
+
+
 async def test_top_k_is_refused_before_the_worker_can():
     async with working() as (worker, engine):
         with pytest.raises(EngineError, match=r"without top_k, not 20; unset proxy\.top_k"):

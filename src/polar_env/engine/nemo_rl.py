@@ -12,6 +12,7 @@ What that endpoint is (NeMo-RL 7ea279ab, ``nemo_rl/models/generation/vllm/vllm_w
   last assistant's, counts end tokens, and puts the given ids in front of what follows (lines 520-562,
   ``openai_server_utils.py`` line 108). It does so whatever those messages say, so ids are sent only for a history that
   truly extends an earlier call (``request.continues``), and what came back is compared.
+- whatever else it stumbles over is a bare 500 too (an image for a text model): see ``_again``.
 - a prompt that does not fit is a 400 (line 785). ``max_tokens`` is clamped to the room left, never refused (line 437).
 - nothing tells the weights' version: ``engine.policy_version``, or what the trainer declares (``fence``), does.
 """
@@ -70,9 +71,7 @@ class NemoRlEngine:
         try:
             answer, reply = await self._sample(order, request, sampling, prefix)
         except ServerFailed:
-            if prefix is None:
-                raise
-            answer, reply = await self._sample(order, request, sampling, None)  # an assertion about this very prefix
+            answer, reply = await self._again(order, request, sampling)
         for delta in answer:
             yield delta
         yield reply
@@ -86,6 +85,23 @@ class NemoRlEngine:
         await self._replicas.aclose()
 
     # --- one generation ----------------------------------------------------------------------------------------
+
+    async def _again(
+        self, order: tuple[str, ...], request: ModelRequest, sampling: Sampling
+    ) -> tuple[list[Delta], EngineReply]:
+        """After a 500: once more, and rendered whole, as it may have been about the prefix, or have passed.
+
+        Raises EngineRefused when it fails again and the worker is well: everything a worker stumbles over is a bare 500
+        (measured: an image for a text model), and must not look like a dead engine, which would mask the rollout.
+        """
+        try:
+            return await self._sample(order, request, sampling, None)
+        except ServerFailed as error:
+            try:
+                await self._sample(order, _PROBE, replace(sampling, max_tokens=1), None)
+            except EngineError:
+                raise error from None
+            raise EngineRefused("the engine fails on this request and on no other") from error
 
     def _prefix(self, request: ModelRequest) -> "array[int] | None":
         """The ids that this request's prompt must begin with; ``None``: it is rendered whole.
