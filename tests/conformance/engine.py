@@ -1,14 +1,17 @@
-"""The scripted engine, with a fault at the generation a case names, and its requests kept."""
+"""The scripted engine as a served one looks from outside: new ids for every call, pictures taken, faults at the
+generations a case names. Its requests are kept."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from polar_env.config import EngineConfig
 from polar_env.engine import Session as EngineSession
 from polar_env.engine.scripted import ScriptedEngine
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
+from polar_env.messages import ChatMessage
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 
 SILENCE = 40.0
@@ -51,6 +54,27 @@ class FaultyEngine(ScriptedEngine):
                 session = replace(session, script="long")
             case _:
                 pass
-        async with aclosing(super().generate(request, sampling, session)) as items:
+        number = len(self.requests)
+        async with aclosing(super().generate(seen(request), sampling, session)) as items:
             async for item in items:
-                yield item
+                yield named(item, number)
+
+
+def seen(request: ModelRequest) -> ModelRequest:
+    """Pictures as words: the template is a text model's."""
+    return replace(request, messages=tuple({**message, "content": _words(message)} for message in request.messages))
+
+
+def _words(message: ChatMessage) -> str | list[dict[str, Any]] | None:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    return [part if "text" in part else {"type": "text", "text": "[a picture]"} for part in content]
+
+
+def named(item: Delta | EngineReply, number: int) -> Delta | EngineReply:
+    """With ids that no other generation gives, as a server's are."""
+    if isinstance(item, Delta):
+        return replace(item, id=f"{item.id}_{number}") if item.id else item
+    calls = tuple(replace(call, id=f"{call.id}_{number}") for call in item.turn.tool_calls)
+    return replace(item, turn=replace(item.turn, tool_calls=calls))

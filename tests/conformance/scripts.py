@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from cli_scripts_helpers import TASK, delegates
-from polar_env.engine.scripts import Call, Scene, Turn, text_of
+from polar_env.engine.scripts import Call, Scene, Turn, call, text_of
 
 SUMMARY = "nothing else needs to be kept"
 """In the scripted engine's answer to a request for a summary."""
@@ -57,15 +57,65 @@ def _summed_up(scene: Scene) -> bool:
     return any(SUMMARY in text_of(message) for message in scene.request.messages)
 
 
+def fails(scene: Scene) -> Turn:
+    """A command that fails in words."""
+    return scene.finish("It failed.") if scene.step else Turn("", (scene.shell("echo bro''ken >&2; exit 3"),))
+
+
+def looks_at_a_picture(scene: Scene) -> Turn:
+    """dot.png through the tool that shows files."""
+    tool = scene.tool("view_image", "read_file", "read", "file_editor", "str_replace_editor")
+    if scene.step or tool is None:
+        return scene.finish("I have seen it.")
+    offered = tool["parameters"]["properties"]
+    given = {"command": "view"} if tool["name"].endswith("editor") else {}
+    given |= dict.fromkeys(("file_path", "filePath", "absolute_path", "path"), "/testbed/dot.png")
+    return Turn("", (call(tool, {name: value for name, value in given.items() if name in offered}),))
+
+
+def shouts(scene: Scene) -> Turn:
+    """The tool of toy_mcp, whatever the CLI makes of its name; Qwen Code has it looked for first."""
+    named = [tool["name"] for tool in scene.request.tools if tool["name"].endswith("shout")]
+    hidden, text = "mcp__toy__shout", {"text": "first"}
+    calls = [Call(named[0], text)] if named else []
+    if not named and scene.tool("tool_search") and scene.tool("tool_call"):
+        search = Call("tool_search", {"query": f"select:{hidden}"})
+        calls = [search, Call("tool_call", {"name": hidden, "arguments": text})]
+    return Turn("", (calls[scene.step],)) if scene.step < len(calls) else scene.finish("I have shouted.")
+
+
+def walks(scene: Scene) -> Turn:
+    """One command after the other, for ever; words where the last message is its own side's."""
+    if scene.request.messages[-1]["role"] == "assistant":
+        return Turn("I have to stop here.")
+    return Turn("", (scene.shell(f"echo step {scene.step}"),))
+
+
+def delegates_twice(scene: Scene) -> Turn:
+    """Two sub-agents are told the same, word for word, at the same time."""
+    turn = delegates(scene)
+    tool = scene.tool("agent", "task", "invoke_agent")
+    return replace(turn, calls=turn.calls * 2) if tool and [c.name for c in turn.calls] == [tool["name"]] else turn
+
+
+def spawns_twice(scene: Scene) -> Turn:
+    """Codex: the same."""
+    turn = spawns(scene)
+    return replace(turn, calls=turn.calls * 2) if turn.calls and turn.calls[0].name.endswith("spawn_agent") else turn
+
+
 def spawns(scene: Scene) -> Turn:
     """Codex: a sub-agent is spawned, waited for and has its say; then the end."""
     spawn, wait = scene.tool("multi_agent_v1__spawn_agent"), scene.tool("multi_agent_v1__wait_agent")
     said = [text_of(message) for message in scene.request.messages if message["role"] == "user"]
     if spawn is None or wait is None or any(TASK in text for text in said):
         return delegates(scene)
-    if scene.step == 0:
+    # Not by the step: what a sub-agent reports comes as a user's message, at any time.
+    made = [made["function"]["name"] for message in scene.request.messages for made in message.get("tool_calls", [])]
+    if spawn["name"] not in made:
         return Turn("", (Call(spawn["name"], {"message": TASK}),))
-    if scene.step == 1:
-        spawned = json.loads(text_of(scene.request.messages[-1]))
-        return Turn("", (Call(wait["name"], {"targets": [spawned["agent_id"]], "timeout_ms": 60000}),))
+    if wait["name"] not in made:
+        results = [text_of(message) for message in scene.request.messages if message["role"] == "tool"]
+        spawned = [json.loads(result)["agent_id"] for result in results]
+        return Turn("", (Call(wait["name"], {"targets": spawned, "timeout_ms": 60000}),))
     return scene.finish("It is done.")

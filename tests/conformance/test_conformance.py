@@ -6,7 +6,7 @@ The table is ``cases.py``; ``make conformance`` runs all of it and prints the ma
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
-from conformance.cases import CASES, CI, CLIS, LOOKUPS, Case, Expected, expected
+from conformance.cases import CASES, CI, CLIS, Case, Expected, expected
 from conformance.dns import NameServer, names_asked_in
 from conformance.engine import FaultyEngine
 from harness_helpers import BROKEN, FIXED, STORE, Run, build, drive, repository
 from polar_env.config import EngineConfig, ProxyConfig, SandboxConfig, TrajectoryConfig
 from polar_env.engine import scripts, tokenizer
+from polar_env.harness import Harness, Job, Launch
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.sandbox import Box, Overlay
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 from polar_env.trajectory import build as chains_of
-from polar_env.types import CallKind
+from polar_env.types import CallKind, ModelRequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.conformance, pytest.mark.timeout(400)]
 
@@ -48,6 +49,19 @@ class WatchedProxy(ProxyServer):
         return self.session
 
 
+class Tweaked:
+    """A preset whose launch is changed."""
+
+    def __init__(self, harness: Harness, tweak: Callable[[Launch], Launch]) -> None:
+        self._harness, self._tweak = harness, tweak
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._harness, name)
+
+    def launch(self, job: Job) -> Launch:
+        return self._tweak(self._harness.launch(job))
+
+
 @dataclass
 class Watch:
     """The name server of a run's sandbox."""
@@ -61,27 +75,80 @@ class Watch:
             yield server
 
 
-@pytest.mark.parametrize(("cli", "case"), CELLS)
-async def test_a_real_cli_behaves(cli: str, case: str, tmp_path: Path, record_property: Any) -> None:
-    wanted, played = expected(cli, case), CASES[case]
-    if isinstance(wanted, str):
-        pytest.skip(wanted)
+@dataclass(frozen=True)
+class Played:
+    """A cell, run."""
+
+    run: Run
+    failed: int
+    asked: tuple[str, ...]
+    """Names that were looked up."""
+    requests: tuple[ModelRequest, ...]
+
+
+async def play(cli: str, case: str, folder: Path) -> Played:
+    """One CLI in one case, with an engine, a proxy and a sandbox of its own."""
+    played, watch = CASES[case], Watch()
     words = await asyncio.to_thread(tokenizer.fetch, STORE)
-    engine = FaultyEngine(EngineConfig(kind="scripted", tokenizer=words, max_model_len=65536), played.faults)
-    watch = Watch()
+    faults = played.late.get(cli, played.faults)
+    engine = FaultyEngine(EngineConfig(kind="scripted", tokenizer=words, max_model_len=65536), faults)
+    repo = repository(folder)
+    for name, data in played.files.items():
+        (repo / name).write_bytes(data)
     async with WatchedProxy(engine, ProxyConfig(max_calls=14)) as proxy:
         harness = build(cli, extra_args=played.extra.get(cli, ()))
+        tweaked = Tweaked(harness, played.tweaks.get(cli, lambda launch: launch))
         job = {**played.job, **played.jobs.get(cli, {})}
         script = played.scripts.get(cli, played.script)
-        repo = repository(tmp_path / "repo")
-        run = await drive(harness, repo, proxy, script, seconds=300, beside=watch, **job)
-        failed = proxy.session.usage.failed
-    record_property("measured", measured(run, failed))
-    assert_ended(run, wanted, failed)
-    assert_recorded(run, wanted)
-    assert_accounted(run, wanted)
-    assert_seen(engine, run, played)
-    assert [name for name in watch.asked if not re.fullmatch(LOOKUPS.get(cli, "(?!)"), name)] == []
+        run = await drive(tweaked, repo, proxy, script, seconds=300, beside=watch, **job)
+        return Played(run, proxy.session.usage.failed, tuple(watch.asked), tuple(engine.requests))
+
+
+async def play_at_once(cells: list[tuple[str, str]], folder: Path) -> None:
+    """Cells that do nothing but wait: all of them in the time of one."""
+
+    async def one(cli: str, case: str) -> None:
+        try:
+            TOGETHER[cli, case] = await play(cli, case, folder / cli)
+        except Exception as error:  # noqa: BLE001 - told by the cell's own test
+            TOGETHER[cli, case] = error
+
+    async with asyncio.TaskGroup() as group:
+        for cli, case in cells:
+            group.create_task(one(cli, case))
+
+
+TOGETHER: dict[tuple[str, str], Played | Exception] = {}
+
+
+@pytest.fixture
+async def cell(request: pytest.FixtureRequest, tmp_path: Path) -> Played:
+    """The cell of this test; with the first that only waits, all that were selected and do."""
+    cli, case = request.node.callspec.params["cli"], request.node.callspec.params["case"]
+    if isinstance(why := expected(cli, case), str):
+        pytest.skip(why)
+    if CASES[case].alone:
+        return await play(cli, case, tmp_path / "repo")
+    if (cli, case) not in TOGETHER:
+        chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        same = [params["cli"] for params in chosen if params.get("case") == case]
+        await play_at_once([(name, case) for name in same if isinstance(expected(name, case), Expected)], tmp_path)
+    found = TOGETHER[cli, case]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize(("cli", "case"), CELLS)
+def test_a_real_cli_behaves(cli: str, case: str, cell: Played, record_property: Any) -> None:
+    wanted, played = expected(cli, case), CASES[case]
+    assert isinstance(wanted, Expected)
+    record_property("measured", measured(cell.run, cell.failed))
+    assert_ended(cell.run, wanted, cell.failed)
+    assert_recorded(cell.run, wanted)
+    assert_accounted(cell.run, wanted)
+    assert_seen(cell.requests, cell.run, played)
+    assert cell.asked == ()
 
 
 def kinds(run: Run) -> str:
@@ -112,7 +179,7 @@ def assert_recorded(run: Run, wanted: Expected) -> None:
     assert re.fullmatch(wanted.kinds, kinds(run)), kinds(run)
     assert run.ledger.delivered == {record.call_id for record in run.ledger.records}
     assert {record.thread for record in run.ledger.records if record.kind is CallKind.AGENT} <= {""}
-    assert len({record.thread for record in run.ledger.records if record.kind is CallKind.SUB_AGENT}) <= 1
+    assert len({record.thread for record in run.ledger.records if record.kind is CallKind.SUB_AGENT}) == wanted.threads
 
 
 def assert_accounted(run: Run, wanted: Expected) -> None:
@@ -125,9 +192,9 @@ def assert_accounted(run: Run, wanted: Expected) -> None:
     assert len(trajectory.chains) == wanted.chains, [len(chain.turns) for chain in trajectory.chains]
 
 
-def assert_seen(engine: FaultyEngine, run: Run, played: Case) -> None:
+def assert_seen(requests: tuple[ModelRequest, ...], run: Run, played: Case) -> None:
     """The results reached the model, under the ids of the calls, with the arguments as they were meant."""
-    messages = engine.requests[-1].messages
+    messages = requests[-1].messages
     results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
     for words in played.result:
         assert any(words in scripts.text_of(message) for message in results.values()), results
@@ -138,6 +205,10 @@ def assert_seen(engine: FaultyEngine, run: Run, played: Case) -> None:
         said = [call["function"] for message in messages for call in message.get("tool_calls", [])]
         sampled = run.ledger.records[0].turn.tool_calls[0].arguments
         assert json.loads(said[0]["arguments"]) == json.loads(sampled)
+    if played.picture:
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        assert [part["image_url"]["url"][:22] for part in parts if "image_url" in part] == ["data:image/png;base64,"]
 
 
 async def test_a_name_that_is_looked_up_in_the_sandbox_is_seen(tmp_path: Path) -> None:

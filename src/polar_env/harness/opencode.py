@@ -27,8 +27,8 @@ RIPGREP_HOME = f"{HOME}/.cache/opencode/bin"
 
 CONFIG_HOME = f"{HOME}/.config/opencode"
 _LOCK = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
-"""It would install this package beside its configuration, for plugins, and we have none. A lock file that names it keeps
-it from asking the package registry (measured, 1.18.33: no flag does)."""
+"""It would install this package beside its configuration, for plugins, and we have none. A lock file that names it
+keeps it from asking the package registry (measured, 1.18.33: no flag does)."""
 
 _START = f'mkdir -p "{RIPGREP_HOME}" && ln -sf "{OPT}/ripgrep/bin/rg" "{RIPGREP_HOME}/rg" && exec "$@"'
 
