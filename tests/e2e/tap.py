@@ -13,12 +13,12 @@ from aiohttp import web
 
 @dataclass
 class Tap:
-    """``url`` is the engine as seen through the tap; ``replies`` the bodies of generations, in order of their end, each
-    with what was asked."""
+    """``url`` is the engine as seen through the tap; ``replies`` the bodies of generations, in order of their start,
+    each with what was asked. A client that has what it wants may leave before the end."""
 
     upstream: str
     url: str = ""
-    replies: list[tuple[bytes, bytes]] = field(default_factory=list)
+    replies: list[tuple[bytes, bytearray]] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
     """Goes on top of the sampling parameters of generations asked for by ids."""
 
@@ -47,11 +47,11 @@ async def tapped(upstream: str) -> AsyncGenerator[Tap]:
                 response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
                 await response.prepare(request)
                 kept = bytearray()
+                if request.path.endswith(("/chat/completions", "/inference/v1/generate")):
+                    tap.replies.append((body, kept))
                 async for piece in answer.content.iter_any():
                     kept += piece
                     await response.write(piece)
-                if request.path.endswith(("/chat/completions", "/inference/v1/generate")):
-                    tap.replies.append((body, bytes(kept)))
                 return response
 
         app.router.add_route("*", "/{tail:.*}", forward)
@@ -72,7 +72,7 @@ def _with(body: bytes, path: str, sampling: dict[str, Any]) -> bytes:
     return json.dumps({**asked, "sampling_params": {**asked["sampling_params"], **sampling}}).encode()
 
 
-def _chunks(reply: bytes) -> Iterator[dict[str, Any]]:
+def _chunks(reply: bytearray) -> Iterator[dict[str, Any]]:
     if not reply.startswith(b"data:"):
         yield json.loads(reply)
         return
