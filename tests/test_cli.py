@@ -11,6 +11,7 @@ import pytest
 
 from engine_helpers import Answer, VllmServer
 from nemo_rl_helpers import Worker
+from polar_env import engine
 from polar_env.cli import ENGINES, main
 from polar_env.gym import ROOT
 from polar_env.tasks.rows import task_of
@@ -161,6 +162,10 @@ async def test_an_engine_that_gives_ids_and_log_probs_passes_the_check(capsys: p
     assert "model tiny: window 4096 tokens" in printed
     assert "ids and log-probs are the model's" in printed
     assert "\n- log-probs are" in printed
+
+
+def test_the_engines_on_the_command_line_are_those_there_are():
+    assert set(ENGINES) == set(engine.ENGINES)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ENGINES if kind != "scripted"])

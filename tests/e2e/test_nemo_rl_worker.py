@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(not GIT, reason="POLAR_NEMO_RL_GIT names no git directory of NVIDIA-NeMo/RL"),
+    pytest.mark.skipif(not (VLLM / "vllm").exists(), reason="no .venv-vllm: run `make test-vllm`"),
 ]
 
 
