@@ -115,6 +115,21 @@ def test_histories_that_part_in_the_middle_share_what_comes_before() -> None:
     assert index.held == 1000 + 20 * 3
 
 
+def test_what_is_shared_is_shared_with_the_shortest_call_that_has_it() -> None:
+    """A log that loses a call loses those that needed its ids: they need no longer a call than they must."""
+    index = index_of(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]))
+    assert index.add("at its end", ids(1, 2, 9), ids(1)).base == "0"
+    assert index.add("inside", ids(1, 2, 3, 9), ids(1)).base == "1"
+
+
+def test_a_delta_that_begins_where_its_base_left_another_goes_back_to_that() -> None:
+    index = index_of(([1, 2, 3], [4]), ([1, 2, 7], [8]), ([1, 2, 7, 8, 9], [9]))
+    held = index.held
+    index.add_after("2", 2, "again", ids(3), ids(4))
+    index.add_after("2", 1, "short", ids(2, 3), ids(4))
+    assert (index.ids("again"), index.ids("short"), index.held) == (ids(1, 2, 3, 4), ids(1, 2, 3, 4), held)
+
+
 @given(calls(), st.data())
 def test_it_finds_what_comparing_lists_finds(known: list[Call], data: st.DataObject) -> None:
     prompt = data.draw(tokens)
