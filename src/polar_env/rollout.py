@@ -280,10 +280,9 @@ async def _play(
         watching = group.create_task(_kill_when_ended(session, sandbox))
         deadline = group.create_task(_kill_when_spent(session, sandbox, config.budget.agent, spent))
         result = await _exec(launch, sandbox, config.budget.agent + HELD_AT_MOST)
-        timed_out = result.timed_out or (deadline.done() and result.code != 0)
         watching.cancel()
-    timed_out = result.timed_out or (spent.is_set() and result.code != 0)
         deadline.cancel()
+    timed_out = result.timed_out or (spent.is_set() and result.code != 0)
     stopped = timed_out or (session.outcome is not None and result.code != 0)
     seconds = time.monotonic() - started
     return replace(result, code=None if stopped else result.code, timed_out=timed_out, seconds=seconds)
