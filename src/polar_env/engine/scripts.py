@@ -235,7 +235,10 @@ def _apply(scene: Scene, patch: str, closing: str) -> Turn:
 def fix(scene: Scene) -> Turn:
     """Apply the gold patch through the harness's shell tool."""
     if not scene.session.gold_patch.strip():
-        raise EngineError("the script `fix` needs the task's gold patch and the session has none")
+        raise EngineError(
+            "the script `fix` needs the task's gold patch and the session has none: "
+            "give it a task, or another script (engine.scripts=[give_up])"
+        )
     return _apply(scene, scene.session.gold_patch, "The problem is fixed; the change is in the working tree.")
 
 
