@@ -302,7 +302,9 @@ STEP = Canary(TESTS, must_fail=frozenset({"a"}), must_pass=frozenset({"b"}), cha
     ],
 )
 def test_what_speaks_against_a_patch(told: dict[str, str], reason: str) -> None:
-    assert judge(STEP, Trial(ran=True), told.get, frozenset("abcd")) == reason
+    found = judge(STEP, Trial(ran=True), told.get, frozenset("abcd"))
+    assert (found.reason if found else "") == reason
+    assert (found is not None and found.forced) is reason.endswith("a was rewritten to fail, and is PASSED")
 
 
 def test_a_run_that_gave_nothing_speaks_against_a_patch() -> None:
@@ -310,7 +312,7 @@ def test_a_run_that_gave_nothing_speaks_against_a_patch() -> None:
         Trial(failed="the tests could not be put in place"),
         Trial(ran=True, timed_out=True),
     ):
-        assert judge(STEP, trial, FAILED_AS_IT_SHOULD.get, frozenset()) != ""
+        assert judge(STEP, trial, FAILED_AS_IT_SHOULD.get, frozenset()) is not None
 
 
 # --- forced passes ----------------------------------------------------------------------------------------------

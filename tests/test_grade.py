@@ -326,22 +326,38 @@ def _logs() -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-@pytest.mark.skipif(not _logs(), reason="no SWE-bench logs (set POLAR_SWEBENCH_DATA)")
-def test_real_logs_get_the_verdict_the_official_package_gave_them(tmp_path: Path) -> None:
-    """Logs of real runs, whose rows we have: our rows, our worker, the package's parsers and rules."""
+def _known_rows() -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     assert DATA is not None
-    rows: dict[str, Any] = {}
-    for file in ("SWE-bench_Verified_test.parquet", "SWE-bench_Lite_dev.parquet"):
-        rows |= {row["instance_id"]: row for row in pq.read_table(DATA / file).to_pylist()}
-    known = [entry for entry in _logs() if entry["instance_id"] in rows]
-    assert len(known) > 50
-    for entry in known:
+    files = ("SWE-bench_Verified_test.parquet", "SWE-bench_Lite_dev.parquet")
+    return {row["instance_id"]: row for file in files for row in pq.read_table(DATA / file).to_pylist()}
+
+
+def _row_of(entry: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """The log's row; of an instance whose row is not here, one of its repository with the lists of the index."""
+    name = entry["instance_id"]
+    if name in rows:
+        return rows[name]
+    repo = name.rpartition("-")[0].replace("__", "/")
+    told = entry["v5_tests_status"] or {}
+    lists = {key: [*found["success"], *found["failure"]] for key, found in told.items() if key.endswith("_TO_PASS")}
+    lists = lists if lists.get("FAIL_TO_PASS") else {"FAIL_TO_PASS": ["unknown"], "PASS_TO_PASS": []}
+    return next(row for row in rows.values() if row["repo"] == repo) | {"instance_id": name} | lists
+
+
+@pytest.mark.skipif(not _logs(), reason="no SWE-bench logs (set POLAR_SWEBENCH_DATA)")
+def test_every_real_log_gets_the_verdict_the_official_package_gave_it(tmp_path: Path) -> None:
+    """177 logs of real runs: our rows, our worker, the package's parsers and rules."""
+    rows, seen = _known_rows(), 0
+    for entry in _logs():
         log = tmp_path / "log"
+        assert DATA is not None
         log.write_bytes(gzip.decompress((DATA / entry["file"]).read_bytes()))
-        found = official.report(rows[entry["instance_id"]], entry["model_patch"] or "x", log)
+        found = official.report(_row_of(entry, rows), entry["model_patch"] or "x", log)
         assert found["resolved"] == entry["v5_resolved"], entry["file"]
+        seen += entry["instance_id"] in rows
+    assert (len(_logs()), seen) == (177, 60)
 
 
 # --- a real instance --------------------------------------------------------------------------------------------
@@ -374,24 +390,3 @@ async def test_a_real_instance_is_graded_as_the_official_harness_does(real: Prep
     assert useless.pass_to_pass == (185, 185)
     elsewhere = await verdict(real, gold.replace("requests/utils.py", "requests/elsewhere.py"))
     assert elsewhere.status is VerdictStatus.PATCH_FAILED
-
-
-def _attacks() -> list[dict[str, Any]]:
-    if DATA is None or not (DATA / "attack_cases.jsonl.gz").exists():
-        return []
-    with gzip.open(DATA / "attack_cases.jsonl.gz", "rt") as file:
-        cases = [json.loads(line) for line in file]
-    return [c for c in cases if c["iid"] == "psf__requests-6028" and c["patch"] and c["attack"] != "huge_20MB"]
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not _attacks(), reason="no attack corpus (set POLAR_SWEBENCH_DATA)")
-async def test_no_attack_is_resolved_and_every_odd_but_honest_patch_is(real: Prepared) -> None:
-    """The attack corpus of this instance: the official grader alone calls five of them resolved."""
-    for case in _attacks():
-        found = await verdict(real, case["patch"], timeout=120)
-        if not case["contains_real_fix"]:
-            assert found.status is not VerdictStatus.RESOLVED, case["attack"]
-        elif case["v5_resolved"] and case["attack"] != "gold_submodule":  # a gitlink is refused
-            assert found.status is VerdictStatus.RESOLVED, (case["attack"], found)

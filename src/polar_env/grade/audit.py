@@ -23,11 +23,12 @@ done 2>/dev/null; true
 """
 _CHANGED = r"""
 since=$1; shift
-find / "$@" "$HOME" /usr/local /var /run /root -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) \
-    -prune -o ! -type d -newerct "@$since" -printf '%p\0' 2>/dev/null
+find / "$@" "$HOME" /usr/local /var /run /root -xdev \
+    \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) -prune \
+    -o ! -type d -newerct "@$since" -printf '%p\0' 2>/dev/null
 find /tmp /var/tmp /dev/shm -mindepth 1 -delete 2>/dev/null; true
 """
-"""What changed on every filesystem that can be written to, and the temporary folders emptied: nothing lies in wait there for the tests."""
+"""What changed on every filesystem that can be written to. The temporary folders are emptied: nothing lies in wait."""
 _CONTENTS = r'for path do printf "%s\0" "$path"; head -c 65536 -- "$path" | tr -d "\0"; printf "\0"; done'
 
 _SITE = re.compile(r"^(.*/(?:site|dist)-packages)/([^/]+)(/.+)?$")

@@ -297,7 +297,8 @@ def _with_others(
 async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: Right) -> tuple[Flag, str] | None:
     """Run a resolved patch again, as it is and rewritten, in random order: what speaks against it, or ``None``.
 
-    A run that contradicts is repeated once: a test that fails now and then is not held against anybody.
+    A run is repeated once when something failed in it that must not: a test that fails now and then is not held against
+    anybody. A rewritten test that passes never is an accident.
     """
     row, random = course.prepared.task.row, SystemRandom()
     canaries = plan(tests, held, row, random)
@@ -308,14 +309,15 @@ async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: 
     random.shuffle(steps)
     others = frozenset(_solid(listed(row, "PASS_TO_PASS"), right))
     for step in steps:
-        problem = ""
+        problem: Problem | None = None
         for _ in range(2):
             trial = await run(course, patch, step.tests)
             told = await asyncio.to_thread(read, row, trial)
-            if not (problem := judge(step, trial, partial(status, told), others)):
+            problem = judge(step, trial, partial(status, told), others)
+            if problem is None or problem.forced:
                 break
-        if problem:
-            return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem
+        if problem is not None:
+            return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem.reason
     return None
 
 
@@ -330,20 +332,28 @@ def _in_summary(test: str, told: Callable[[str], str | None]) -> str | None:
     return told(match["name"]) if match else None
 
 
-def judge(step: Canary, trial: Trial, told: Callable[[str], str | None], others: frozenset[str]) -> str:
-    """What a run's results contradict, or an empty string. Pure."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a run contradicts. ``forced``: a test passed that no program passes."""
+
+    reason: str
+    forced: bool = False
+
+
+def judge(step: Canary, trial: Trial, told: Callable[[str], str | None], others: frozenset[str]) -> Problem | None:
+    """What a run's results contradict. Pure."""
     if trial.failed or trial.timed_out:
-        return trial.failed or "run again, the tests ran out of time"
+        return Problem(trial.failed or "run again, the tests ran out of time")
     for test in sorted(step.must_fail):
         found = told(test) or _in_summary(test, told)
         if found not in FAILS:
-            return f"{test} was rewritten to fail, and {'is missing' if found is None else f'is {found}'}"
+            return Problem(f"{test} was rewritten to fail, and is {found or 'missing'}", found in PASSES)
     for test in sorted(step.must_pass):
         found = told(test)
         if found != "PASSED":
-            return f"{test} must pass, and {'is missing' if found is None else f'is {found}'}"
+            return Problem(f"{test} must pass, and is {found or 'missing'}")
     rest = others - step.changed
     lost = [test for test in sorted(rest) if told(test) not in PASSES]
     if len(lost) > len(rest) / 2:
-        return f"most tests that were left as they are no longer pass: {lost[0]}"
-    return ""
+        return Problem(f"most tests that were left as they are no longer pass: {lost[0]}")
+    return None
