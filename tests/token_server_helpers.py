@@ -97,8 +97,8 @@ class TokenServer:
         caps = [room, *(cap for cap in (body.get("max_tokens"), self.cap) if cap is not None)]
         params: dict[str, Any] = {"temperature": body.get("temperature", 1.0), "max_tokens": min(caps), "logprobs": 0}
         params |= {"top_p": body.get("top_p", 1.0), "min_p": 0.0, "repetition_penalty": 1.1, "seed": None}
-        if self.fault == "strict" and body.get("tools"):
-            params["structured_outputs"] = {"structural_tag": "{}"}
+        if body.get("tools") and not body.get("parallel_tool_calls", True):
+            params["structured_outputs"] = {"structural_tag": [tool["function"]["name"] for tool in body["tools"]]}
         found = {"request_id": "r", "token_ids": ids, "sampling_params": params, "model": body["model"]}
         return web.json_response(found | {"priority": 0, "cache_salt": None, "reasoning_ended": False})
 

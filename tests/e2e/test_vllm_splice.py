@@ -21,10 +21,10 @@ import pytest_asyncio
 
 from e2e.tap import tapped
 from e2e.vllm_helpers import MODEL, VLLM, served_vllm, session_members
-from engine_helpers import ask, play, user
+from engine_helpers import CACHE, ask, play, user
 from polar_env.capture import judge, rebuild
 from polar_env.config import EngineConfig
-from polar_env.engine import Session
+from polar_env.engine import Session, tokenizer
 from polar_env.engine.scripted import history
 from polar_env.engine.vllm import VllmEngine
 from polar_env.errors import EngineError, EngineOverflow
@@ -254,6 +254,19 @@ async def test_a_tool_choice_that_needs_a_grammar_is_a_chat_and_counted(engine):
     _, second = await play(engine, replace(carrying_on(ask(), first), tool_choice="none"), sampling=SAMPLING)
     assert not second.spliced
     assert [count for why, count in engine.unspliced.items() if "tool_choice 'none'" in why] == [1]
+
+
+async def test_a_call_that_may_not_be_parallel_is_held_to_the_grammar_of_its_own_tools(engine):
+    """The model's habit is to call ``bash``. The server holds a call that must be alone to the names that are offered,
+    as in a chat; only a grammar that came along can make it say another."""
+    shell = {**ask().tools[0], "name": "shell"}
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    request = replace(carrying_on(ask(), first), tools=(shell,), parallel_tool_calls=False)
+    _, second = await play(engine, request, sampling=SAMPLING)
+    said = tokenizer.load(tokenizer.fetch(CACHE)).decode(second.sampled_ids)
+    assert second.spliced
+    assert "shell" in said
+    assert "bash" not in said
 
 
 # --- the window -------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ Three requests of a server started with ``--enable-scale-out`` (vLLM 0.32; it an
    token prompt, 4 ms a chunk over 64 tokens, 17 ms over 512, and growing; all 512 at the end take 20 ms together.
    So a spliced call shows a harness its turn at once when it is done; the proxy's keep-alives cover the wait.
 
-What is asked for is the request's own sampling in all of this; only the length cap is measured on the real prompt.
+What is asked for is the request's own sampling in all of this; only the length cap is measured on the real prompt. A
+server holds calls to a grammar when they may not be parallel (Codex), or always (``--tool-strict-level``). That comes
+out of ``render`` too, once more with the request's own tools. A tool choice that forces a call is left to a chat.
 """
 
 import contextlib
@@ -30,7 +32,6 @@ from polar_env.types import ModelRequest, Sampling, WireApi
 _NOBODY = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Go on."),))
 """Parsers read a request's tools, never its messages: these stand for them."""
 
-_ANY_TOOL = ToolSpec(name="run", parameters={"type": "object", "properties": {}})
 _OVERFLOW = (
     "This model's maximum context length is {window} tokens. However, your prompt contains {prompt} input tokens, "
     "which leaves no room for an answer. Please reduce the length of the input prompt."
@@ -100,16 +101,12 @@ class TokenRoute:
         self._proved: dict[str, Proved] = {}
 
     async def prove(self, base: str, model: str, window: int) -> None:
-        """Prove that ``base`` renders a template that can be spliced, and holds no ordinary call to a grammar.
+        """Prove that ``base`` renders a template that can be spliced.
 
         Raises Unspliceable or EngineError with the reason; ids are then never sent to this replica.
         """
         self.forget(base)
-        rendering = _Rendering(self._replicas, (base,), _NOBODY, Sampling(), model)
-        splicer = await prove(rendering)
-        await rendering(_NOBODY.messages, (_ANY_TOOL,))
-        if rendering.answer["sampling_params"].get("structured_outputs"):
-            raise Unspliceable("the server holds every tool call to a grammar (--tool-strict-level)")
+        splicer = await prove(_Rendering(self._replicas, (base,), _NOBODY, Sampling(), model))
         self._proved[base] = Proved(splicer, window)
 
     def forget(self, base: str) -> None:
@@ -126,12 +123,14 @@ class TokenRoute:
             EngineOverflow: the prompt leaves no room in the window.
         """
         if request.tools and request.tool_choice != "auto":
-            raise Unspliceable(f"tool_choice {request.tool_choice!r} needs a grammar or a parser of its own")
+            raise Unspliceable(f"tool_choice {request.tool_choice!r} is parsed otherwise than an ordinary call")
         rendering = _Rendering(self._replicas, order, request, sampling, model)
         ids = await replace(self._at(order[0]).splicer, render=rendering).prompt(request)
         room = self._at(rendering.base).window - len(ids)  # asked again: the first may have been down
         if room < 1:
             raise EngineOverflow(_OVERFLOW.format(window=room + len(ids), prompt=len(ids)))
+        if rendering.answer["sampling_params"].get("structured_outputs"):
+            await rendering(_NOBODY.messages, request.tools)  # a grammar, and so far of the stand-in's tool
         asked = chat_body(replace(request, messages=_NOBODY.messages), sampling, session.session_id, model, False)
         body = generate_body(rendering.answer, ids, room, self._stream)
         return Plan(rendering.base, ids, body, asked | {"return_token_ids": False})
