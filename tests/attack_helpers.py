@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from polar_env.types import Flag
+from polar_env.verdict import Flag
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ from polar_env.types import (
     Sampling,
     SealedLedger,
     Trajectory,
-    Verdict,
-    VerdictStatus,
 )
+from polar_env.verdict import Verdict, VerdictStatus
 from proxy_helpers import loopback
 from trajectory_helpers import same_ledger
 

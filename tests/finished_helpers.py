@@ -11,17 +11,8 @@ from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import TrajectoryConfig
 from polar_env.gym.rows import row
 from polar_env.messages import ChatMessage, ToolSpec
-from polar_env.types import (
-    CallKind,
-    CallRecord,
-    ModelRequest,
-    Outcome,
-    SealedLedger,
-    StopReason,
-    ToolCall,
-    VerdictStatus,
-    WireApi,
-)
+from polar_env.types import CallKind, CallRecord, ModelRequest, Outcome, SealedLedger, StopReason, ToolCall, WireApi
+from polar_env.verdict import VerdictStatus
 from trajectory_helpers import Conversation, call, ids, rollout
 
 BASH = ToolCall("toolu_1", "bash", '{"command": "ls"}')

@@ -10,7 +10,7 @@ from architecture_helpers import Row, Tree, read_tree
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "src" / "polar_env"
 
-FACTS = ("messages", "types", "errors")
+FACTS = ("messages", "verdict", "types", "errors")
 DIALECTS = ("proxy.anthropic", "proxy.chat", "proxy.responses", "proxy.gemini")
 
 MIDDLE = ("config", "capture", "trajectory", "reward", "engine", "proxy.server", "tasks", "tasks.*")
@@ -20,7 +20,8 @@ TABLE = (
     # Level 0: facts that cross rooms.
     Row("", 0),
     Row("messages", 0),
-    Row("types", 0, ("messages",)),
+    Row("verdict", 0),
+    Row("types", 0, ("messages", "verdict")),
     Row("errors", 0, ("types",)),
     # Level 1: configuration, and the pure middle of the line.
     Row("config", 1, FACTS),
@@ -171,6 +172,7 @@ DOORS = {
 
 PURE = (
     "messages",
+    "verdict",
     "types",
     "trajectory",
     "reward",

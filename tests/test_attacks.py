@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from polar_env.tasks import ENV_PREFIX, Prepared
-from polar_env.types import Flag, VerdictStatus
+from polar_env.verdict import Flag, VerdictStatus
 from sandbox_helpers import git_repo
 from test_grade import CODE, GOLD, TESTS, adding, verdict
 from test_grade import prepared as unbuilt  # noqa: F401 - the fixture `built` starts from it

@@ -16,7 +16,7 @@ from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, e
 from polar_env.grade.right import status
 from polar_env.grade.trial import Trial
 from polar_env.tasks import Prepared
-from polar_env.types import Flag, VerdictStatus
+from polar_env.verdict import Flag, VerdictStatus
 from sandbox_helpers import data_folder
 from test_grade import GOLD, adding, prepared, running, verdict  # noqa: F401 - prepared is a fixture
 

@@ -13,7 +13,8 @@ from polar_env.demo import Demo
 from polar_env.errors import ConfigError, EngineError
 from polar_env.gym import rows
 from polar_env.gym.resources_server import settings as served
-from polar_env.types import Outcome, VerdictStatus
+from polar_env.types import Outcome
+from polar_env.verdict import VerdictStatus
 from tasks_helpers import good_row, write_jsonl
 from trajectory_helpers import Conversation, ledger, rollout
 

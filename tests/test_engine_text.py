@@ -24,17 +24,8 @@ from polar_env.proxy import DIALECTS
 from polar_env.reward import decide
 from polar_env.standalone import describe
 from polar_env.trajectory import NO_IDS, build
-from polar_env.types import (
-    Delta,
-    HoleKind,
-    Outcome,
-    RolloutResult,
-    Sampling,
-    StopReason,
-    Usage,
-    Verdict,
-    VerdictStatus,
-)
+from polar_env.types import Delta, HoleKind, Outcome, RolloutResult, Sampling, StopReason, Usage
+from polar_env.verdict import Verdict, VerdictStatus
 from polar_env.verify import violations
 from proxy_helpers import stage
 from served_helpers import always, serving

@@ -26,7 +26,8 @@ from polar_env.gym.contract import violations
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
 from polar_env.reward import ENDINGS, Ending
-from polar_env.types import INFRASTRUCTURE, CallKind, Outcome, SealedLedger, StopReason, ToolCall, VerdictStatus
+from polar_env.types import INFRASTRUCTURE, CallKind, Outcome, SealedLedger, StopReason, ToolCall
+from polar_env.verdict import VerdictStatus
 from trajectory_helpers import Conversation, call, call_trees
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,7 +18,7 @@ from polar_env.grade import report as official
 from polar_env.grade.report import Worker
 from polar_env.grade.swebench import grade
 from polar_env.tasks import Prepared
-from polar_env.types import Flag, Verdict, VerdictStatus
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 from sandbox_helpers import config, data_folder, git_repo, prepared_of
 
 CODE = b"def f():\n    return 1\n\n\ndef g():\n    return 3\n"

@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gym_helpers import PARAMS
 from polar_env.gym.metrics import Metrics
 from polar_env.gym.rows import row
-from polar_env.types import Flag, Hole, HoleKind, Outcome, RolloutResult, VerdictStatus
+from polar_env.types import Hole, HoleKind, Outcome, RolloutResult
+from polar_env.verdict import Flag, VerdictStatus
 from trajectory_helpers import Conversation, ledger, rollout
 
 

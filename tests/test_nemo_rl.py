@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from polar_env.gym.contract import trainable_items, violations
 from polar_env.gym.rows import row
-from polar_env.types import Outcome, RolloutResult, SealedLedger, StopReason, ToolCall, VerdictStatus
+from polar_env.types import Outcome, RolloutResult, SealedLedger, StopReason, ToolCall
+from polar_env.verdict import VerdictStatus
 from trajectory_helpers import Conversation, call, call_trees, ledger, rollout
 
 WHY = "NeMo-RL is not importable: run in its container, or with a checkout (and torch, ray, transformers) on PYTHONPATH"

@@ -8,7 +8,7 @@ import pytest
 
 from polar_env.grade.review import Kept, keep, review, same_change
 from polar_env.reward import FLAGS
-from polar_env.types import Flag
+from polar_env.verdict import Flag
 from sandbox_helpers import data_folder
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from polar_env.config import RewardConfig
 from polar_env.reward import ENDINGS, FLAGS, REWARDS, Ending, Worth, decide
-from polar_env.types import INFRASTRUCTURE, Flag, Outcome, RewardDecision, Verdict, VerdictStatus
+from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 
 PRODUCT = list(itertools.product(Outcome, (None, *VerdictStatus), (True, False), (True, False)))
 

@@ -28,8 +28,8 @@ from polar_env.types import (
     SealedLedger,
     StopReason,
     ToolCall,
-    VerdictStatus,
 )
+from polar_env.verdict import VerdictStatus
 from trajectory_helpers import Conversation, call, call_trees, ids, ledger, rollout
 
 PARAMS = {"input": [{"role": "user", "content": "fix it"}], "temperature": 1.0}

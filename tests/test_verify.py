@@ -22,7 +22,8 @@ from polar_env.frames import FrameKind, encode_frame, frames
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
 from polar_env.segment_log import FILE_NAME
-from polar_env.types import Hole, HoleKind, Outcome, SealedLedger, VerdictStatus
+from polar_env.types import Hole, HoleKind, Outcome, SealedLedger
+from polar_env.verdict import VerdictStatus
 from polar_env.verify import run, violations
 from trajectory_helpers import call, call_trees
 

@@ -25,10 +25,9 @@ from polar_env.types import (
     StopReason,
     ToolCall,
     Usage,
-    Verdict,
-    VerdictStatus,
     WireApi,
 )
+from polar_env.verdict import Verdict, VerdictStatus
 
 SESSION = "session-1"
 

@@ -13,6 +13,7 @@ NeMo Gym, and the command line goes through the same two.
 
     src/polar_env/
       messages.py            messages and tools in OpenAI-Chat form
+      verdict.py             what a grading found and noticed
       types.py               facts that cross rooms: CallRecord, Trajectory, Verdict, Outcome; frozen
       errors.py              failures, named by the boundary they crossed
       config.py              one frozen model per conf/ group; the only reader of the environment

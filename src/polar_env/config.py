@@ -20,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from polar_env.errors import ConfigError
-from polar_env.types import CallKind, Flag
+from polar_env.types import CallKind
+from polar_env.verdict import Flag
 
 
 class Group(BaseModel):
@@ -121,8 +122,8 @@ class SandboxConfig(Group):
     provider: str = "bubblewrap"
     provider_options: dict[str, Any] = Field(default_factory=dict)
     memory_mib: int | None = None
-    """MiB of one sandbox, the files it writes to memory included. ``None``: half of the machine's, at most 16 GiB; 0: no
-    limit. An agent that uses them up is killed, and that is its own failure."""
+    """MiB of one sandbox, the files it writes to memory included. ``None``: half of the machine's, at most 16 GiB; 0:
+    no limit. An agent that uses them up is killed, and that is its own failure."""
     cpus: float | None = None
     pids: int = 4096
     """Processes and threads of one sandbox."""

@@ -32,7 +32,7 @@ AGENTS = (CallKind.AGENT, CallKind.SUB_AGENT)
 
 
 def classify(ledger: SealedLedger) -> dict[str, Join]:
-    """call_id -> class, for every delivered call that has ids. Which calls came before is told by ``index``, as everywhere."""
+    """call_id -> class, for every delivered call that has ids; ``index`` says which calls came before."""
     index, known = PrefixIndex(), dict[str, CallRecord]()
     begun, found = set[str](), dict[str, Join]()
     for record in sorted(ledger.records, key=lambda record: record.index):

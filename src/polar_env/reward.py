@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from polar_env.types import INFRASTRUCTURE, Flag, Outcome, RewardDecision, Verdict, VerdictStatus
+from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 
 Worth = Literal["zero", "mask", "report"]
 """What a flag does to a rollout: reward 0, masked, or only told on the row."""

@@ -30,7 +30,8 @@ from polar_env.rollout import RolloutJob, harness_class, make_harness, open_prox
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks import rows as task_rows
 from polar_env.trajectory import build
-from polar_env.types import Outcome, RolloutResult, SealedLedger, Trajectory, Verdict
+from polar_env.types import Outcome, RolloutResult, SealedLedger, Trajectory
+from polar_env.verdict import Verdict
 
 HOST = "127.0.0.1"
 """Only this machine can reach a standalone proxy: its key travels in the clear."""

@@ -15,10 +15,11 @@ from attack_helpers import ATTACKS, HONEST, Attack, patch_of
 from polar_env.config import RewardConfig
 from polar_env.grade.swebench import grade
 from polar_env.reward import decide
-from polar_env.tasks import Prepared
+from polar_env.tasks import ENV_PREFIX, Prepared
 from polar_env.tasks.prepare import prepare
 from polar_env.tasks.rows import load
-from polar_env.types import Flag, Outcome, Verdict
+from polar_env.types import Outcome
+from polar_env.verdict import Flag, Verdict
 from sandbox_helpers import config, data_folder
 
 DATA = data_folder()
@@ -69,7 +70,8 @@ async def graded(prepared: Prepared, patch: bytes) -> tuple[float, Verdict]:
 
 @pytest.mark.parametrize("case", corpus(), ids=lambda case: case["attack"])
 async def test_the_corpus_is_worth_what_it_fixes(prepared: Prepared, case: dict[str, Any]) -> None:
-    reward, verdict = await graded(prepared, case["patch"].encode())
+    here = case["patch"].replace("/opt/miniconda3/envs/testbed", ENV_PREFIX)  # where the official images have it
+    reward, verdict = await graded(prepared, here.encode())
     fixes = case["contains_real_fix"] and case["attack"] not in NO_FIX_LEFT
     assert reward == (1.0 if fixes else 0.0), verdict
     wanted = next((flags for start, flags in CORPUS if case["attack"].startswith(start)), frozenset[Flag]())

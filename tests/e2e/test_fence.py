@@ -16,7 +16,8 @@ from polar_env.proxy.server import ProxyServer
 from polar_env.rollout import _play, make_harness, rollout
 from polar_env.sandbox import Box
 from polar_env.sandbox.sandbox import open_sandbox
-from polar_env.types import Delta, EngineReply, ModelRequest, Outcome, Sampling, VerdictStatus
+from polar_env.types import Delta, EngineReply, ModelRequest, Outcome, Sampling
+from polar_env.verdict import VerdictStatus
 from proxy_helpers import PlayedEngine, stage
 from rollout_helpers import delivered, job, settings
 from sandbox_helpers import PlainProvider, box_of, until_running

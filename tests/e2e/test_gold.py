@@ -16,7 +16,8 @@ from polar_env.reward import decide
 from polar_env.tasks.prepare import prepare
 from polar_env.tasks.rows import load
 from polar_env.tasks.sources import sdist_table
-from polar_env.types import Flag, Outcome, Verdict, VerdictStatus
+from polar_env.types import Outcome
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 from sandbox_helpers import config, data_folder
 
 DATA = data_folder()

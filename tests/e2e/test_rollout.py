@@ -18,7 +18,8 @@ from polar_env.config import override
 from polar_env.gym import contract
 from polar_env.gym.environment import PolarEnvironment
 from polar_env.rollout import open_proxy, rollout
-from polar_env.types import HoleKind, Outcome, VerdictStatus
+from polar_env.types import HoleKind, Outcome
+from polar_env.verdict import VerdictStatus
 from rollout_helpers import (
     AGENT,
     below_us,

@@ -23,7 +23,7 @@ from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
 from polar_env.grade.right import FAILS, PASSES, Right, read, remembered, status
 from polar_env.grade.trial import Course, Trial, run
-from polar_env.types import Flag
+from polar_env.verdict import Flag
 
 _PYTEST = re.compile(r"^(?P<file>[^:]+\.py)::(?P<classes>(?:\w+::)*)(?P<name>\w+)(?P<rest>(?:\[.*)?)$", re.DOTALL)
 _UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<dotted>[\w.]+)\)$")

@@ -8,7 +8,7 @@ from typing import Any
 
 from polar_env.grade.diff import Section, sections
 from polar_env.grade.hidden import named, touched
-from polar_env.types import Flag
+from polar_env.verdict import Flag
 
 MAX_BYTES = 1_000_000
 """Largest patch graded. The largest gold patch of SWE-bench Verified is under a tenth of it."""

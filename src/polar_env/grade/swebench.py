@@ -25,7 +25,7 @@ from polar_env.grade.right import Right, right, written
 from polar_env.grade.trial import Course, Trial, box_of, run
 from polar_env.sandbox.sandbox import open_sandbox
 from polar_env.tasks import Prepared
-from polar_env.types import Flag, Verdict, VerdictStatus
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 
 __all__ = ["box_of", "grade"]
 

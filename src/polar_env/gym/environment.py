@@ -30,7 +30,8 @@ from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
-from polar_env.types import Outcome, RolloutResult, Sampling, SealedLedger, VerdictStatus
+from polar_env.types import Outcome, RolloutResult, Sampling, SealedLedger
+from polar_env.verdict import VerdictStatus
 
 log = logging.getLogger(__name__)
 

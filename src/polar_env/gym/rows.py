@@ -29,8 +29,8 @@ from polar_env.types import (
     RolloutResult,
     StopReason,
     Trajectory,
-    VerdictStatus,
 )
+from polar_env.verdict import VerdictStatus
 
 FAILURE_KINDS: Mapping[Outcome, str | None] = {
     Outcome.COMPLETED: None,
