@@ -96,7 +96,7 @@ def test_this_environment_is_linked_for_gym_s_servers(
     assert [link.readlink() for link in links] == [Path(sys.prefix)] * 3
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "sglang"], ["dataset"]])
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "tgi"], ["dataset"]])
 def test_what_is_no_command_is_refused_with_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

@@ -31,7 +31,7 @@ def lines(rollouts: Iterable[Rollout], job: Job) -> Iterator[dict[str, Any]]:
     """All chains (or the delivered ones), masked rollouts too."""
     for rollout in rollouts:
         for chain in bounded(rollout.chains, job.max_tokens, job):
-            if chain.token_ids and (chain.delivered or job.chains != "delivered"):
+            if (chain.token_ids or chain.answers) and (chain.delivered or job.chains != "delivered"):
                 yield _line(rollout, chain)
 
 
