@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -49,6 +50,26 @@ async def test_an_unknown_key_gets_401_in_the_dialects_shape_and_costs_nothing()
         assert engine.requests == []
         assert not s.session.first_call.is_set()
         assert (await s.session.close()).records == ()
+
+
+async def test_fifty_calls_without_a_key_leave_nothing_in_memory_or_on_the_disk(tmp_path: Path) -> None:
+    engine = PlayedEngine()
+    async with SegmentLog(tmp_path / "log") as log, stage(engine, log=log) as s:
+
+        async def keyless(number: int) -> int:
+            body = {"messages": [f"hello {number}"], "stream": bool(number % 2)}
+            async with s.http.post(f"http://127.0.0.1:{s.port}/plain", json=body) as response:
+                return response.status
+
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(keyless(number)) for number in range(50)]
+        assert {call.result() for call in calls} == {401}
+        assert (engine.requests, s.session.calls, s.session.usage.rejected.total()) == ([], 0, 0)
+        assert (await s.session.close()).records == ()
+    assert rebuild(tmp_path / "log").records == ()
+    stored = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}  # noqa: ASYNC240
+    assert list(stored) == ["calls.log"]
+    assert b"hello" not in stored["calls.log"]
 
 
 async def test_a_closed_session_gets_410_and_nothing_more_is_recorded() -> None:
