@@ -96,6 +96,7 @@ NeMo Gym, and the command line goes through the same two.
         process.py           runs that helper: bytes in, capped bytes out
         limits.py            how much of the machine it may use
         cgroups.py           memory, processor and process limits, held by the kernel
+        conformance.py       what any provider must do: check_sandbox
         janitor.py           removes what a shot process of ours leaves
         seccomp.py           the system-call filter
       tasks/                 a dataset row becomes a repository, an environment, an instruction

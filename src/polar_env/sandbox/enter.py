@@ -121,8 +121,9 @@ def write(spec: dict[str, Any]) -> int:
 
 
 def read(spec: dict[str, Any]) -> int:
-    """The file goes to standard output. Anything but a regular file is refused: a FIFO would hang the caller."""
-    fd = os.open(spec["path"], os.O_RDONLY | os.O_NONBLOCK)
+    """The file goes to standard output. Anything but a regular file is refused: a FIFO would
+    hang the caller, and a link is not what was asked for."""
+    fd = os.open(spec["path"], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
     with open(1, "wb", closefd=False) as out:

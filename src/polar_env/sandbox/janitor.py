@@ -4,9 +4,11 @@ A small shell per process of ours reads what to remove from a pipe. When the pip
 is still on the list and ends too.
 """
 
+import atexit
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "polar-janitor"
@@ -54,6 +56,15 @@ def _tell(sign: str, item: str) -> None:
             )  # fmt: skip
         assert _shell.stdin is not None
         _shell.stdin.write(f"{sign}{item}\n".encode())
+
+
+@atexit.register
+def _end() -> None:
+    """At an orderly end the list is empty, and the shell ends with it."""
+    if _shell is not None and _shell.stdin is not None:
+        _shell.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            _shell.wait(2.0)
 
 
 def remove_later(path: Path) -> None:

@@ -6,13 +6,15 @@ container's processes are on this machine (docker).
 """
 
 import asyncio
+import errno
 import os
 import shlex
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
@@ -177,7 +179,7 @@ class Foreign:
         keep = f"bs=65536 iflag=count_bytes count={output_limit} 2>/dev/null"
         cap = f"{{ dd of={name}.%s {keep}; cat > /dev/null; }}"
         inner = f"( {shlex.join(argv)} < {name}.in; echo $? > {name}.code )"
-        command = f"( {inner} 2>&1 1>&3 | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
+        command = f"( {inner} 2>&1 1>&3 3>&- | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
         with boundary(SandboxError, f"running {argv[0]} in the {self.provider.name} sandbox"):
             result = await self.provider.exec(
                 self.handle, command, cwd=cwd or self.workdir, env=dict(env or {}), timeout_s=timeout
@@ -188,10 +190,17 @@ class Foreign:
         if timed_out:
             await self.kill()
         out, err = [await self.read(f"{name}.{kind}") for kind in ("out", "err")]
-        told = "" if timed_out else await self._shell(f"cat {name}.code 2> /dev/null || true")
-        code = int(told) if told.strip() else None  # none is there when kill() ended the command
-        await self._shell(f"rm -f {name}.*")
+        code = None if timed_out else await self._code(f"{name}.code")
+        with suppress(SandboxError):  # whoever shoots every command may shoot this one
+            await self._shell(f"rm -f {name}.*")
         return ExecResult(code, out, err, timed_out, time.monotonic() - started)
+
+    async def _code(self, path: str) -> int | None:
+        """The exit code a command left; ``None`` when it was killed before it could."""
+        try:
+            return int(await self.read(path))
+        except (SandboxError, ValueError):
+            return None
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         await self._shell(f"mkdir -p -- {shlex.quote(os.path.dirname(path) or '/')}")  # noqa: PTH120 - a sandbox path
@@ -207,9 +216,14 @@ class Foreign:
             local = Path(folder, "file")
             with boundary(SandboxError, f"reading {path} in the {self.provider.name} sandbox"):
                 await self.provider.download_file(self.handle, path, local)
-                return await asyncio.to_thread(local.read_bytes)
+                return await asyncio.to_thread(_regular, local)
 
     async def kill(self) -> None:
+        """Docker's containers are started anew, which no process in them can resist; files stay, /dev/shm does not."""
+        if self.provider.name == "docker":
+            await asyncio.to_thread(_docker, "restart", "--time", "0", str(self.handle.raw.name))
+            await self.remember()
+            return
         spared = " ".join(sorted(self._first))
         await self._shell(
             f'cd /proc; for round in 1 2 3; do for pid in [0-9]*; do case \' {spared} \'"$$ " in *" $pid "*) ;; '
@@ -231,13 +245,27 @@ def _own_space() -> tuple[str, str]:
     return os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # noqa: PTH115
 
 
+def _regular(path: Path) -> bytes:
+    """A downloaded file. A link is refused: docker copies it as a link, and its target is then a file of the host."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read()
+
+
+def _docker(*words: str) -> str:
+    env = child_environment("DOCKER_")
+    asked = subprocess.run(["docker", *words], capture_output=True, check=False, timeout=60, env=env)
+    if asked.returncode:
+        raise SandboxError(f"docker {words[0]} {words[-1]}: {asked.stderr.decode(errors='replace').strip()}")
+    return asked.stdout.decode(errors="replace")
+
+
 def docker_pid(container: str) -> int:
     """Host pid of a container's first process. Raises SandboxError when docker does not know it."""
-    command = ["docker", "inspect", "-f", "{{.State.Pid}}", container]
     with boundary(SandboxError, f"asking docker for the process of {container}"):
-        env = child_environment("DOCKER_")
-        asked = subprocess.run(command, capture_output=True, check=False, timeout=30, env=env)
-        pid = int(asked.stdout) if asked.returncode == 0 else 0
+        pid = int(_docker("inspect", "-f", "{{.State.Pid}}", container))
     if pid <= 0:
-        raise SandboxError(f"docker knows no running container {container}: {asked.stderr.decode(errors='replace')}")
+        raise SandboxError(f"docker knows no running container {container}")
     return pid

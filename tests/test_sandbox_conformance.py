@@ -1,0 +1,102 @@
+"""One suite for every sandbox provider: ours, a real Docker engine, NeMo Gym's ``local`` as far as it can."""
+
+import os
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym.sandbox import SandboxResources, SandboxSpec, create_provider
+
+from docker_helpers import IMAGE, docker_engine, import_image, missing
+from polar_env.config import SandboxConfig
+from polar_env.errors import SandboxError
+from polar_env.sandbox import Box
+from polar_env.sandbox.conformance import CHECKS, ISOLATION, Opener, check_sandbox, opener
+from polar_env.sandbox.sandbox import Foreign, Sandbox, open_sandbox
+
+BUBBLEWRAP = opener(Box(workdir="/tmp"), SandboxConfig())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_bubblewrap(check: Any) -> None:
+    await check(BUBBLEWRAP)
+
+
+async def test_memory_is_limited_without_being_asked() -> None:
+    async with BUBBLEWRAP() as sandbox:
+        assert sandbox.groups.held >= {"memory", "pids"} or sandbox.layout.limits.rlimits(sandbox.groups)
+
+
+@pytest.fixture(scope="module")
+def docker() -> Generator[str]:
+    if reason := missing():
+        pytest.skip(reason)
+    with docker_engine() as host:
+        import_image(host)
+        yield host
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_a_real_docker_engine(docker: str, monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker)
+    await check(opener(Box(workdir="/tmp", image=IMAGE), SandboxConfig(provider="docker")))
+
+
+def local(folder: Path) -> Opener:
+    """NeMo Gym's ``local``: commands of the host, in a directory. ``open_sandbox`` refuses it, so it is opened here; a
+    kill() would end this machine's processes and is not there."""
+
+    class Unkillable(Foreign):
+        async def kill(self) -> None:
+            raise SandboxError("local isolates no processes")
+
+    @asynccontextmanager
+    async def opened(**changes: Any) -> AsyncGenerator[Sandbox]:
+        env = {"PATH": os.defpath, "LC_ALL": "C", **changes.get("env", {})}
+        spec = SandboxSpec(workdir=str(folder), env=env, resources=SandboxResources())
+        provider = create_provider({"local": {}})
+        handle = await provider.create(spec)
+        try:
+            yield Unkillable(provider, handle, str(folder), _scratch=str(folder / "scratch"))
+        finally:
+            await provider.close(handle)
+
+    return opened
+
+
+async def test_gym_s_local_provider_as_far_as_it_can(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="isolat"):
+        async with open_sandbox(Box(workdir="/tmp"), SandboxConfig(provider="local")):
+            pytest.fail("started")
+    found = await check_sandbox(local(tmp_path), without=ISOLATION | {"files"})  # it writes to the host's own /tmp
+    assert set(found) == {check.__name__ for check in CHECKS} - ISOLATION - {"files"}
+    assert set(found.values()) == {""}
+
+
+async def test_what_is_wrong_is_told_by_name() -> None:
+    """A provider that loses standard input and reads whatever a link leads to."""
+
+    @asynccontextmanager
+    async def broken(**changes: Any) -> AsyncGenerator[Any]:
+        async with BUBBLEWRAP(**changes) as sandbox:
+
+            class Broken:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(sandbox, name)
+
+                async def exec(self, argv: Any, **more: Any) -> Any:
+                    return await sandbox.exec(argv, **{**more, "stdin": None})
+
+                async def read(self, path: str) -> bytes:
+                    return (await sandbox.exec(["cat", path], timeout=1, output_limit=1000000)).stdout
+
+            yield Broken()
+
+    found = await check_sandbox(broken, without={c.__name__ for c in CHECKS} - {"commands", "files", "exit_codes"})
+    assert found["exit_codes"] == ""
+    assert found["commands"].startswith("AssertionError: output: b'b c")
+    assert found["files"].startswith("AssertionError: reading nothing was not refused")
+    assert {check.__name__ for check in CHECKS} > ISOLATION
