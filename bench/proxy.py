@@ -6,7 +6,7 @@ Stub, proxy and client are processes of their own. A bare aiohttp passthrough, n
 front of the same stub in the same run (``proxy_peers``), with ``--gym`` NeMo Gym's own model server (``vllm_model``,
 token ids on) too, for its non-streaming route. At the end: the goals, and where we stand.
 
-usage: python bench/proxy.py [--requests 400] [--tokens 128] [--nginx PATH] [--no-litellm] [--gym]
+usage: python bench/proxy.py [--requests 400] [--tokens 128] [--size '9.5 KB'] [--nginx PATH] [--no-litellm] [--gym]
 """
 
 import argparse
@@ -294,6 +294,8 @@ async def main(options: argparse.Namespace) -> None:
     print(f"{'prompt':11}{'reply':7}{'at once':>8}  {'path':10}{heads}")
     goals = list[str]()
     for size, (_, goal) in SIZES.items():
+        if options.size not in (None, size):
+            continue
         for stream in (False, True):
             found = await one_size(options, size, stream)
             if not stream:
@@ -308,6 +310,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--size", choices=tuple(SIZES), help="one of them; default: all")
     parser.add_argument("--nginx", default="", help="an nginx program; default: the one on PATH")
     parser.add_argument("--no-litellm", dest="litellm", action="store_false", help="without it: it takes minutes")
     parser.add_argument("--gym", action="store_true", help="NeMo Gym's own model server too")
