@@ -24,6 +24,7 @@ help:
 	@echo "make conformance  every real CLI in every case of tests/conformance/cases.py, and the matrix (half an hour)"
 	@echo "make gold       every real SWE-bench instance that runs here: right fix 1.0, none 0.0 (needs POLAR_SWEBENCH_DATA)"
 	@echo "make attack     every attack on the grading, on a real instance; honest odd patches too"
+	@echo "make chaos      a hundred rollouts whose harnesses, sandboxes and graders are shot at random, and whole workers"
 	@echo "make test-vllm  a real vLLM on this CPU (installs 3.5 GB into .venv-vllm on first use)"
 	@echo "make lint       ruff and pyright alone;  make format;  make clean"
 
@@ -50,6 +51,10 @@ conformance:
 gold attack:
 	@$(BOOTSTRAP) --test
 	$(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
+
+chaos:
+	@$(BOOTSTRAP) --test
+	$(BIN)/python -m pytest -s tests/e2e/test_chaos.py $(PYTEST_ARGS)
 
 test-vllm:
 	@$(BOOTSTRAP) --test
