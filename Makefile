@@ -15,7 +15,7 @@ DEMO_ARGS = $(if $(HARNESS),--harness '$(HARNESS)') $(if $(TASK),--task '$(TASK)
 COVERAGE = --cov=polar_env --cov-report=term --cov-fail-under=90
 DEFAULT_SET = not vllm and not nemo_rl and not slow
 
-.PHONY: help demo test test-all conformance gold attack test-vllm lint format clean
+.PHONY: help demo test test-all conformance chaos gold attack test-vllm lint format clean
 
 help:
 	@echo "make demo       GRPO groups of four real agent CLIs on real tasks, graded (HARNESS= TASK= ENGINE= MODEL_URL= DATA=)"
