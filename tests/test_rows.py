@@ -144,6 +144,8 @@ def test_polar_tells_people_what_happened() -> None:
         "pass_to_pass": (3, 4),
         "detail": "2 tests",
         "seconds": 1.5,
+        "flags": (),
+        "official": False,
     }
 
 
