@@ -167,6 +167,27 @@ async def test_a_tree_that_git_cannot_read_is_the_agent_s_zero_not_a_mask(tmp_pa
     delivered(result)
 
 
+_TRAPS = {
+    "a tree too large to read": "open('big', 'wb').truncate(3 << 30)",
+    "a write to init": "open('/proc/1/fd/0', 'w').write(chr(10))",
+    "init's limits": "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
+    "shooting everything": "while True: os.kill(-1, 9) if os.fork() else os.setsid()",
+    "a library for all programs": "open('/etc/ld.so.preload', 'w').write('/tmp/x.so')",
+}
+
+
+@pytest.mark.parametrize("trap", _TRAPS.values(), ids=_TRAPS)
+async def test_an_agent_cannot_mask_its_own_failure(tmp_path: Path, trap: str):
+    """It has called the model and is about to fail: whatever it does to the sandbox, the zero trains."""
+    config = await settings(
+        tmp_path, harness={"command": python(AGENT.replace(DONE, trap))}, engine={"scripts": ["give_up"]}
+    )
+    result = await roll(config)
+    assert result.outcome in (Outcome.AGENT_ERROR, Outcome.COMPLETED)
+    assert (result.decision.reward, result.decision.masked) == (0.0, False)
+    assert delivered(result)["trainable_tokens"] == result.trajectory.sampled_tokens > 0
+
+
 async def test_a_harness_that_hangs_is_stopped_at_its_deadline_and_its_calls_are_delivered(tmp_path: Path):
     hang = AGENT.replace(DONE, "import threading; threading.Event().wait()")
     groups = {"harness": {"command": python(hang)}, "budget": {"agent": 8.0}, "engine": {"scripts": ["give_up"]}}
