@@ -64,6 +64,21 @@ def test_everything_else_is_seen(path: str) -> None:
     assert found(path) == [path]
 
 
+def test_a_version_that_comes_from_the_state_of_git_is_no_difference() -> None:
+    """setuptools_scm: a changed file makes it 1.0.1.dev0+d20260101, an untracked one leaves it 1.0."""
+    finder = f"{SITE}/__editable___acme_%s_finder.py"
+    right = Changes(
+        frozenset({PTH, finder % "1"}), frozenset({(PTH, "import __editable___acme_1_finder"), (finder % "1", "x")})
+    )
+    other = PTH.replace("acme-1", "acme-1.0.1.dev0+d20260101")
+    newer = finder % "1_0_1_dev0_d20260101"
+    text = "import __editable___acme_1_0_1_dev0_d20260101_finder"
+    same = Changes(frozenset({other, newer}), frozenset({(other, text), (newer, "x")}))
+    assert unlike(same, right) == []
+    evil = Changes(frozenset({other, newer}), frozenset({(other, text + "; import os"), (newer, "y")}))
+    assert unlike(evil, right) == [other, newer]
+
+
 def test_files_that_start_things_are_known_by_their_content() -> None:
     assert found(pth="/testbed\n", gitconfig="[safe]\n") == []
     assert found(pth="/testbed\nimport os\n") == [PTH]

@@ -16,7 +16,7 @@ import pytest
 from polar_env.errors import GradeError
 from polar_env.grade import report as official
 from polar_env.grade.report import Worker
-from polar_env.grade.swebench import grade
+from polar_env.grade.swebench import grade, prewarm
 from polar_env.tasks import Prepared
 from polar_env.verdict import Flag, Verdict, VerdictStatus
 from sandbox_helpers import config, data_folder, git_repo, prepared_of
@@ -255,6 +255,11 @@ async def test_a_sandbox_that_cannot_start_is_an_error_never_a_verdict(prepared:
         await grade(prepared, GOLD.encode(), sandbox=config(bwrap="/nowhere/bwrap"), timeout=10)
 
 
+def _say_it_was_resolved(place: Path) -> None:
+    (measured,) = place.glob("right-*/facts.json")  # kept beside the prepared task
+    measured.write_text(measured.read_text().replace('"resolved": false', '"resolved": true'))
+
+
 async def test_a_task_whose_own_fix_fails_here_is_an_error_and_never_a_zero(prepared: Prepared, tmp_path: Path) -> None:
     """Whatever an agent does there is scored 0: the task must not be trained on."""
     row = {**prepared.task.row, "patch": GOLD.replace("return 2", "return 4")}
@@ -264,6 +269,9 @@ async def test_a_task_whose_own_fix_fails_here_is_an_error_and_never_a_zero(prep
     )
     with pytest.raises(GradeError, match="own fix is not resolved"):
         await verdict(broken, GOLD)
+    await asyncio.to_thread(_say_it_was_resolved, tmp_path)
+    await prewarm(broken, sandbox=config())
+    assert (await verdict(broken, GOLD)).status is VerdictStatus.RESOLVED, "read, not measured again"
 
 
 async def test_a_row_of_an_older_schema_is_named(prepared: Prepared) -> None:

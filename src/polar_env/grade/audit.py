@@ -31,11 +31,12 @@ find /tmp /var/tmp /dev/shm -mindepth 1 -delete 2>/dev/null; true
 """What changed on every filesystem that can be written to. The temporary folders are emptied: nothing lies in wait."""
 _CONTENTS = r'for path do printf "%s\0" "$path"; head -c 65536 -- "$path" | tr -d "\0"; printf "\0"; done'
 
+_EDITABLE = re.compile(r"(__editable__+[^/\s]*?)[-_]\d[\w.+-]*?(?=_finder\b|\.pth\b)")
 _SITE = re.compile(r"^(.*/(?:site|dist)-packages)/([^/]+)(/.+)?$")
 _METADATA = re.compile(r"[-.](?:dist|egg)-info$|\.egg-link$")
 _BUILT = re.compile(rf"^{WORKDIR}/(?:(?:build|dist|\.eggs|[^/]+\.egg-info|[^/]+/[^/]+\.egg-info)/|.*/?__pycache__/)")
 _CACHES = re.compile(r"^(/home/[^/]+|/root)/\.cache/|/\.git/index$")
-_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$")
+_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$|/__editable__[^/]*$")
 """Files whose content matters wherever they are allowed to change."""
 
 
@@ -102,10 +103,17 @@ def unlike(found: Changes, right: Changes) -> list[str]:
     The project's own folders in ``site-packages``, its metadata and its build folders may differ as the patch differs;
     files at the top of ``site-packages``, programs, and what starts by itself may not.
     """
-    known = dict(right.contents)
-    odd = {path for path, text in found.contents if _starts(path, text, known.get(path, ""))}
-    own = _own(right.files)
-    return sorted(odd | {path for path in found.files - right.files if not _ours(path, own)})
+    known = {_unversioned(path): _unversioned(text) for path, text in right.contents}
+    odd = {
+        path for path, text in found.contents if _starts(path, _unversioned(text), known.get(_unversioned(path), ""))
+    }
+    own, names = _own(right.files), {_unversioned(path) for path in right.files}
+    return sorted(odd | {path for path in found.files if _unversioned(path) not in names and not _ours(path, own)})
+
+
+def _unversioned(text: str) -> str:
+    """A path or a text without the version in an editable installation's names: it may come from the state of git."""
+    return _EDITABLE.sub(r"\1", text)
 
 
 def _starts(path: str, text: str, known: str) -> bool:
