@@ -189,8 +189,8 @@ class Foreign:
             raise SandboxError(f"{self.provider.name} sandbox: {result.stderr or result.error_type}")
         if timed_out:
             await self.kill()
-        out, err = [await self.read(f"{name}.{kind}") for kind in ("out", "err")]
         code = None if timed_out else await self._code(f"{name}.code")
+        out, err = [await self._output(f"{name}.{kind}", code is not None) for kind in ("out", "err")]
         with suppress(SandboxError):  # whoever shoots every command may shoot this one
             await self._shell(f"rm -f {name}.*")
         return ExecResult(code, out, err, timed_out, time.monotonic() - started)
@@ -201,6 +201,15 @@ class Foreign:
             return int(await self.read(path))
         except (SandboxError, ValueError):
             return None
+
+    async def _output(self, path: str, ended: bool) -> bytes:
+        """What a command printed; nothing when it was killed before its output had a file."""
+        try:
+            return await self.read(path)
+        except SandboxError:
+            if ended:
+                raise
+            return b""
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         await self._shell(f"mkdir -p -- {shlex.quote(os.path.dirname(path) or '/')}")  # noqa: PTH120 - a sandbox path
