@@ -1,8 +1,12 @@
 """Which node of a cluster a row goes to. The cluster itself is in tests/e2e/test_workers.py."""
 
+import asyncio
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import RayError
 
 from polar_env.config import load
 from polar_env.errors import ConfigError
@@ -66,3 +70,45 @@ def test_what_a_node_that_joins_later_must_be_told():
     assert resumed == {"/control/version": b'{"version": "step-2"}'}
     assert standing(resumed, "/control/resume", b"") == resumed
     assert standing(resumed, "/control/abort", b"") == resumed
+
+
+class Orders:
+    """The ``order`` method of a node's actor: what it was sent, in order, and what it answers."""
+
+    def __init__(self, answer: Any = (200, {})) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+        self._answer = answer
+
+    @property
+    def order(self) -> "Orders":
+        return self
+
+    async def _answered(self) -> Any:
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return self._answer
+
+    def remote(self, method: str, path: str, raw: bytes) -> Any:
+        self.sent.append((path, raw))
+        return self._answered()
+
+
+async def test_an_order_given_while_a_node_joins_reaches_it_after_what_stood():
+    """A resume that missed it would leave its rollouts held for ever; a missed pause would sample over the swap."""
+    fleet, actor = Fleet(load({"workers": {"ray": True}})), Orders()
+    await fleet.order("POST", "/control/pause", b"{}")
+    async with asyncio.TaskGroup() as group:
+        fleet._admit(_Node("late", actor), group)
+        status, said = await fleet.order("POST", "/control/resume", b"{}")
+    assert actor.sent == [("/control/pause", b"{}"), ("/control/resume", b"{}")]
+    assert (status, list(said["nodes"])) == (200, ["late"])
+
+
+async def test_a_node_that_could_not_obey_is_told_as_a_failure():
+    """A trainer that reads 200 swaps the weights."""
+    fleet = Fleet(load({"workers": {"ray": True}}))
+    async with asyncio.TaskGroup() as group:
+        fleet._admit(_Node("well", Orders()), group)
+        fleet._admit(_Node("odd", Orders(RayError("no memory left"))), group)
+        status, said = await fleet.order("POST", "/control/pause", b"{}")
+    assert (status, said["nodes"]["odd"]) == (500, {"lost": "no memory left"})

@@ -10,7 +10,7 @@ import logging
 import math
 import pickle
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -130,18 +130,24 @@ class Fleet:
         self._standing = standing(self._standing, path, raw)
         async with asyncio.TaskGroup() as group:
             asked = {
-                node.node_id: group.create_task(self._ordered(node, method, path, raw)) for node in self._nodes.values()
+                node.node_id: group.create_task(self._told(node, node.actor.order.remote(method, path, raw)))
+                for node in self._nodes.values()
             }
         said = {node_id: task.result() for node_id, task in asked.items()}
         return max((status for status, _ in said.values()), default=200), {
             "nodes": {node_id: body for node_id, (_, body) in said.items()}
         }
 
-    async def _ordered(self, node: _Node, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+    async def _told(self, node: _Node, answer: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
+        """What a node answers to an order. One that cannot be reached is ended: it might go on sampling."""
         try:
-            return cast("tuple[int, dict[str, Any]]", await node.actor.order.remote(method, path, raw))
-        except RayError as error:
+            return cast("tuple[int, dict[str, Any]]", await answer)
+        except RayActorError as error:
+            await self._lose(node, error)
             return 200, {"lost": str(error).splitlines()[0]}
+        except RayError as error:
+            ended = isinstance(error, RayTaskError) and isinstance(error.cause, SandboxError)
+            return (200 if ended else 500), {"lost": str(error).splitlines()[-1]}
 
     async def _play(self, node: _Node, row: Mapping[str, Any]) -> bytes:
         reference = node.actor.run.remote(dict(row))
@@ -176,12 +182,17 @@ class Fleet:
                 if node_id not in self._nodes:
                     node = self._start(node_id)
                     group.create_task(self._watch(node))
-                    for order, raw in self._standing.items():
-                        await self._ordered(node, "POST", order, raw)
+                    self._admit(node, group)
                     async with self._changed:
-                        self._nodes[node_id] = node
                         self._changed.notify_all()
             await asyncio.sleep(self._settings.refresh)
+
+    def _admit(self, node: _Node, group: asyncio.TaskGroup) -> None:
+        """Orders and rows go to this node from now on, what stands first. At once, nothing awaited: an order between
+        the two would never reach it, and a worker takes up calls in the order they were sent."""
+        for order, raw in self._standing.items():
+            group.create_task(self._told(node, node.actor.order.remote("POST", order, raw)))
+        self._nodes[node.node_id] = node
 
     def _alive(self) -> list[str]:
         wanted = self._settings.resource
