@@ -10,7 +10,7 @@ from architecture_helpers import Row, Tree, read_tree
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "src" / "polar_env"
 
-FACTS = ("messages", "verdict", "types", "errors")
+FACTS = ("messages", "fast_json", "verdict", "types", "errors")
 DIALECTS = ("proxy.anthropic", "proxy.chat", "proxy.responses", "proxy.gemini")
 
 MIDDLE = ("config", "capture", "trajectory", "reward", "engine", "proxy.server", "tasks", "tasks.*")
@@ -20,6 +20,7 @@ TABLE = (
     # Level 0: facts that cross rooms.
     Row("", 0),
     Row("messages", 0),
+    Row("fast_json", 0),
     Row("verdict", 0),
     Row("types", 0, ("messages", "verdict")),
     Row("errors", 0, ("types",)),
@@ -172,6 +173,7 @@ DOORS = {
 
 PURE = (
     "messages",
+    "fast_json",
     "verdict",
     "types",
     "trajectory",

@@ -35,7 +35,7 @@ async def replicas(*bases: str, **settings):
 async def posted(url: str, body: dict | None = None, **settings) -> object:
     """The answer to one POST, through what a generation goes through."""
     async with replicas(url, **settings) as found, found.open((url,), "/chat", body or {}) as at:
-        return await parsed(await at.response.read())
+        return parsed(await at.response.read())
 
 
 # --- an HTTP status is a typed error ------------------------------------------------------------------------------
@@ -194,11 +194,11 @@ def test_an_address_is_taken_with_and_without_v1(url, base, server):
 
 async def test_json_of_any_size_is_read_and_anything_else_is_an_engine_error():
     large = list(range(100_000))
-    assert await parsed(json.dumps(large)) == large
+    assert parsed(json.dumps(large)) == large
     with pytest.raises(EngineError, match="is a proxy in between"):
-        await parsed("<html>")
+        parsed("<html>")
     with pytest.raises(EngineError, match="is a proxy in between"):
-        await parsed("x" * (1 << 19))
+        parsed("x" * (1 << 19))
 
 
 async def test_a_question_answered_with_no_object_is_an_engine_error():

@@ -13,6 +13,7 @@ NeMo Gym, and the command line goes through the same two.
 
     src/polar_env/
       messages.py            messages and tools in OpenAI-Chat form
+      fast_json.py           JSON of long texts and many ids, without loss. Pure
       verdict.py             what a grading found and noticed
       types.py               facts that cross rooms: CallRecord, Trajectory, Verdict, Outcome; frozen
       errors.py              failures, named by the boundary they crossed

@@ -2,7 +2,6 @@
 that is a server; what is asked and how an answer is read is the engine's own.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 import aiohttp
 
+from polar_env import fast_json
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
 from polar_env.engine.vllm_wire import OVERFLOW, error_text
@@ -22,9 +22,6 @@ from polar_env.proxy.sse import Parser
 
 _DOWN_FOR = 30.0
 """Seconds a replica that refused a connection is tried last; its sessions return when it is back."""
-
-_LARGE = 1 << 18
-"""Bytes of JSON from which parsing leaves the event loop (the prompt ids of a long session)."""
 
 
 CAPS = ("max_tokens", "max_completion_tokens")
@@ -67,6 +64,7 @@ class Replicas:
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Authorization": f"Bearer {self._config.api_key}"},
+                json_serialize=fast_json.text,
                 timeout=timeout,
             )
         return self._client
@@ -141,7 +139,7 @@ class Replicas:
         try:
             async with self.http().request(method, url, json=body) as response:
                 await accept(url, response)
-                answer = await parsed(await response.read())
+                answer = parsed(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise broken(url, error) from error
         if not isinstance(answer, dict):
@@ -226,10 +224,10 @@ def _seconds(retry_after: str) -> float:
         return 2.0
 
 
-async def parsed(raw: bytes | str) -> object:
-    """JSON, read off the loop when large. Raises EngineError on anything else."""
+def parsed(raw: bytes | str) -> object:
+    """JSON. Raises EngineError on anything else. In a thread it would hold the interpreter just as long."""
     try:
-        return await asyncio.to_thread(json.loads, raw) if len(raw) > _LARGE else json.loads(raw)
+        return fast_json.read(raw)
     except ValueError as error:
         raise EngineError(f"the engine sent something that is not JSON ({error}); is a proxy in between?") from error
 
@@ -237,7 +235,7 @@ async def parsed(raw: bytes | str) -> object:
 async def whole(at: Accepted) -> object:
     """The JSON body of an answer that is not streamed. Raises EngineError."""
     try:
-        return await parsed(await at.response.read())
+        return parsed(await at.response.read())
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise broken(at.base, error) from error
 
@@ -247,13 +245,13 @@ async def chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[object, Non
     where = str(response.url.origin())
     try:
         if response.content_type != "text/event-stream":
-            yield await parsed(await response.read())
+            yield parsed(await response.read())
             return
         parser = Parser()
         async for piece in response.content.iter_any():
             for event in parser.feed(piece):
                 if event.data == "[DONE]":
                     return
-                yield await parsed(event.data)
+                yield parsed(event.data)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise broken(where, error) from error

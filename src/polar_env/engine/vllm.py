@@ -153,7 +153,7 @@ class VllmEngine:
             return ""
         try:
             async with self._replicas.http().get(server + "/weight_info") as response:
-                found = await parsed(await response.read()) if response.status == 200 else None
+                found = parsed(await response.read()) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return ""  # the generation itself will say what is wrong with this replica
         except EngineError:
