@@ -98,6 +98,7 @@ async def test_a_patch_that_does_not_apply_is_a_zero_that_trains_when_it_is_grad
     assert (same["reward"], same["mask_sample"], same["resolved"]) == (row["reward"], row["mask_sample"], True)
     for graded in (broken, empty):
         assert (graded["reward"], graded["mask_sample"], graded["resolved"]) == (0.0, False, False)
+        assert graded["polar"]["verdict"]["status"] != "resolved"
         assert contract.violations({**row, **graded}) == []
 
 
@@ -116,6 +117,18 @@ async def test_a_masked_row_stays_masked_however_its_patch_is_graded(tmp_path: P
     assert graded["resolved"] is True
     assert (graded["reward"], graded["mask_sample"]) == (0.0, True)
     assert contract.violations({**solved, **graded}) == []
+
+
+async def test_a_row_without_token_ids_is_graded_again_like_any_other_and_stays_masked(tmp_path: Path):
+    """Its reward is what says that its conversation is worth imitating."""
+    config = await settings(tmp_path)
+    task = job(config).task
+    polar = {"task_id": task.task_id, "outcome": "completed", "complete": True}
+    row = {"polar": polar, "text_only": 1.0, "mask_sample": True, "trainable_tokens": 0.0}
+    async with PolarEnvironment(config).opened() as environment:
+        graded = await environment.regrade(with_patch(row, str(task.row["patch"]).encode()))
+    assert (graded["reward"], graded["mask_sample"], graded["resolved"]) == (1.0, True, True)
+    assert graded["polar"]["verdict"]["status"] == "resolved"
 
 
 async def test_a_row_s_own_sampling_reaches_the_engine_below_the_proxy_s_cap(tmp_path: Path):

@@ -194,7 +194,7 @@ class PolarEnvironment:
             self._checked = True
 
     async def regrade(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Grade a finished row's patch (``polar.patch``, base64) again: its new reward and masks.
+        """Grade a finished row's patch (``polar.patch``, base64) again: its new reward, masks and ``polar.verdict``.
 
         Raises:
             ConfigError: the row names no known task or carries no patch.
@@ -209,14 +209,18 @@ class PolarEnvironment:
             await self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
         )
         verdict = await grade(prepared, patch, sandbox=self.config.sandbox, timeout=self.config.budget.grade)
-        # A row that was masked holds a placeholder token: no verdict makes that fit to train on.
-        complete = bool(polar.get("complete")) and bool(row.get("trainable_tokens")) and not row.get("mask_sample")
-        decision = decide(outcome, verdict, complete, self.config.reward)
+        # A row that was masked holds a placeholder token: no verdict makes that fit to train on. One without token ids
+        # is masked for that alone, and its reward is what an evaluation and `polar export --format sft` go by.
+        text = bool(row.get("text_only"))
+        fit = text or (bool(row.get("trainable_tokens")) and not row.get("mask_sample"))
+        decision = decide(outcome, verdict, bool(polar.get("complete")) and fit, self.config.reward)
+        masked = decision.masked or text
         return {
             "reward": decision.reward,
-            "mask_sample": decision.masked,
-            "instance_config": {**_mapping(row, "instance_config"), "mask_sample": decision.masked},
+            "mask_sample": masked,
+            "instance_config": {**_mapping(row, "instance_config"), "mask_sample": masked},
             "resolved": verdict.status is VerdictStatus.RESOLVED,
+            "polar": {**polar, "verdict": rows.told(verdict)},
         }
 
     async def _job(self, row: Mapping[str, Any]) -> RolloutJob:

@@ -30,7 +30,7 @@ from polar_env.types import (
     StopReason,
     Trajectory,
 )
-from polar_env.verdict import VerdictStatus
+from polar_env.verdict import Verdict, VerdictStatus
 
 FAILURE_KINDS: Mapping[Outcome, str | None] = {
     Outcome.COMPLETED: None,
@@ -302,7 +302,6 @@ def _starts_with_task(result: RolloutResult, delivery: Delivery) -> bool:
 def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
     """What is not a number: for people, tables, grading again and `polar verify`. ``patch`` is base64: it may hold any
     bytes. ``digest`` covers the tensors of the row; a masked row has none, so its chain has no link."""
-    verdict = result.verdict
     turns = delivery.chain.turns if delivery.chain and not delivery.masked else ()
     first, *_, last = _names(_span(result, delivery)) * 2 or ("", "")
     return {
@@ -312,9 +311,7 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "outcome": result.outcome.value,
         "detail": _clean(result.detail),
         "masked_reason": _clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
-        "verdict": None
-        if verdict is None
-        else asdict(verdict) | {"status": verdict.status.value, "detail": _clean(verdict.detail)},
+        "verdict": None if result.verdict is None else told(result.verdict),
         "patch": base64.b64encode(result.patch).decode("ascii"),
         "complete": result.ledger.complete,
         "delivered": result.trajectory.delivered,
@@ -326,6 +323,11 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "policy_version_last": last,
         "digest": asdict(digest(result.ledger.session_id, turns)),
     }
+
+
+def told(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as a row tells it (``polar.verdict``)."""
+    return asdict(verdict) | {"status": verdict.status.value, "detail": _clean(verdict.detail)}
 
 
 def text_only(records: Iterable[CallRecord]) -> bool:
