@@ -6,12 +6,12 @@ vanished. All of them are one ``Attempt`` at the engine. ``chunks`` is its reply
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from polar_env import fast_json
 from polar_env.errors import BadRequest, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError
 from polar_env.proxy import Encoder
 from polar_env.types import AssistantTurn, Delta, Outcome, WireApi
@@ -85,8 +85,7 @@ def retry_key(wire: WireApi, thread: str, body: Mapping[str, Any]) -> str:
     The thread counts because two sub-agents given the same task send the same body and must be sampled twice.
     """
     kept = {name: value for name, value in body.items() if name not in NOT_IDENTITY}
-    text = json.dumps([wire, thread, kept], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(fast_json.canonical([wire, thread, kept])).hexdigest()
 
 
 class Attempt:

@@ -299,7 +299,7 @@ def decode(
     """Raises BadRequest for what is not a JSON object or cannot be understood without changing its meaning."""
     with boundary(BadRequest, "reading the request"):
         body = json.loads(raw)
-        if b"\\ud" in raw.lower():
+        if b"\\ud" in raw or b"\\uD" in raw:
             body = well_formed(body)
         if not isinstance(body, dict):
             raise BadRequest("the request body must be a JSON object")
