@@ -17,6 +17,7 @@ from polar_env.errors import ConfigError, HarnessError
 from polar_env.harness import HARNESSES, HOME, Harness, Launch
 from polar_env.harness.mini_swe_agent import LAUNCHER, LAUNCHER_FILE
 from polar_env.harness.quiet import without
+from polar_env.harness.reading import last_event
 from polar_env.types import CallKind, Outcome
 
 CATALOG = {
@@ -481,6 +482,12 @@ EVENT = st.builds(lambda kind, rest: {**rest, "type": kind}, TYPES, st.dictionar
 
 def every_reader() -> list[Harness]:
     return [reader(name) for name in HARNESSES]
+
+
+def test_of_events_of_one_kind_the_last_counts_and_what_an_agent_prints_of_another_does_not():
+    printed = 'words\n{"type": "end", "n": 1}\n{"type": "other"}\n{"type": "end", "n": 2}\n{"type": "end", "n"'
+    assert last_event(printed, "end") == {"type": "end", "n": 2}
+    assert last_event(printed, "begin") == {}
 
 
 @settings(max_examples=60)

@@ -16,7 +16,7 @@ import yaml
 from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, PYTHON, install_python, python_mount
-from polar_env.harness.reading import died, failure, json_lines, string, tail, timeout
+from polar_env.harness.reading import died, failure, last_event, string, tail, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "2.4.6"
@@ -94,10 +94,8 @@ class MiniSweAgent:
         return CallKind.AGENT, ""
 
     def read(self, exit: HarnessExit) -> Report:
-        """The launcher's line, the last of its kind: what the agent printed comes before it."""
-        ending: dict[str, Any] = {}
-        for event in json_lines(exit.stdout):
-            ending = event if event.get("type") == EVENT else ending
+        """By the line of the launcher."""
+        ending = last_event(exit.stdout, EVENT)
         said = string(ending.get("final_text"))
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)

@@ -14,7 +14,7 @@ from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
 from polar_env.harness.install import OPT, install_python, python_mount
 from polar_env.harness.pythons import find_python
-from polar_env.harness.reading import died, failure, json_lines, string, tail, timeout
+from polar_env.harness.reading import died, failure, last_event, string, tail, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 
 VERSION = "1.58.2"
@@ -108,10 +108,8 @@ class OpenHands:
         return CallKind.AGENT, ""
 
     def read(self, exit: HarnessExit) -> Report:
-        """The launcher's line, the last of its kind: what the agent's commands printed comes before it."""
-        ending: dict[str, Any] = {}
-        for event in json_lines(exit.stdout):
-            ending = event if event.get("type") == EVENT else ending
+        """By the line of the launcher."""
+        ending = last_event(exit.stdout, EVENT)
         said = string(ending.get("final_text"))
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)

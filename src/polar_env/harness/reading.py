@@ -47,6 +47,15 @@ def json_lines(text: str) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def last_event(text: str, kind: str) -> dict[str, Any]:
+    """The last JSON line of ``text`` whose ``type`` is ``kind``, else an empty object: what the agent printed itself
+    comes before it."""
+    found: dict[str, Any] = {}
+    for event in json_lines(text):
+        found = event if event.get("type") == kind else found
+    return found
+
+
 def tail(text: str) -> str:
     """The end of ``text``, at most TAIL_CHARS characters."""
     text = text.strip()
