@@ -146,6 +146,7 @@ def _wait(slurm: Slurm, parts: Sequence["subprocess.Popen[bytes]"]) -> None:
     _until(slurm, states, f"idle {len(NODES)}", parts)
     slurm.ask("sbatch", f"--nodes={len(NODES)}", "--job-name=first", "--output=/dev/null", "--wrap=srun true")
     _until(slurm, ("squeue", "--states=all", "--noheader", "--format=%T"), "COMPLETED", parts)
+    _until(slurm, states, f"idle {len(NODES)}", parts)
 
 
 def _until(slurm: Slurm, question: Sequence[str], answer: str, parts: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -199,6 +200,7 @@ JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
 PartitionName=main Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP
 """
