@@ -153,6 +153,13 @@ async def test_what_cannot_be_synced_is_not_durable(tmp_path: Path) -> None:
     assert not ledger.seal().complete
 
 
+async def test_marks_are_synced_when_the_log_ends(tmp_path: Path) -> None:
+    (tmp_path / "calls.log").symlink_to("/dev/null")
+    async with SegmentLog(tmp_path) as log:
+        Ledger(SESSION, log)  # writes that the session was opened
+    assert "Invalid argument" in str(log.failure)
+
+
 async def test_late_marks_do_not_reach_the_log_either(tmp_path: Path) -> None:
     async with SegmentLog(tmp_path) as log:
         ledger = Ledger(SESSION, log)

@@ -166,6 +166,7 @@ class SegmentLog:
     def note(self, mark: FrameKind, /, **header: Any) -> None:
         """Store a mark (opened, delivered, superseded, hole, sealed) without waiting for the disk.
 
+        The kernel has it at once, so it outlives the process; it is on the disk with the next call, or the end.
         A mark that comes after the log was closed is dropped: the live ledger still has it.
         """
         if not self._closed:
@@ -195,13 +196,15 @@ class SegmentLog:
             os.close(self._file)
             raise CaptureError(f"{self.directory} already holds a session's log: every session needs its own directory")
 
-    def _flush(self) -> None:
+    def _flush(self, *, last: bool = False) -> None:
         with self._io:
             with self._lock:
                 batch, self._pending = self._pending, []
-            if batch:
-                self._commit(b"".join(data for queued in batch for data in self._frames(queued)))
-                self._answer([queued.waiter for queued in batch if queued.waiter])
+            waiters = [queued.waiter for queued in batch if queued.waiter]
+            if batch or last:
+                data = b"".join(data for queued in batch for data in self._frames(queued))
+                self._commit(data, sync=last or bool(waiters))
+                self._answer(waiters)
 
     def _frames(self, queued: "_Queued") -> Iterator[bytes]:
         """A queued frame, and what its call was asked: a history as JSON takes milliseconds the event loop has not."""
@@ -210,14 +213,15 @@ class SegmentLog:
             with suppress(TypeError, ValueError):  # not JSON: the call counts, its messages are left out
                 yield encode_frame(FrameKind.MESSAGES, *self._asked.encode(queued.call_id, queued.request))
 
-    def _commit(self, data: bytes) -> None:
+    def _commit(self, data: bytes, *, sync: bool) -> None:
         if self.failure is not None:
             return
         try:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-            os.fsync(self._file)
+            if sync:
+                os.fsync(self._file)
         except OSError as error:
             self.failure = CaptureError(f"writing the session log failed: {error}; calls are no longer recorded")
 
@@ -226,7 +230,7 @@ class SegmentLog:
             self._loop.call_soon_threadsafe(_settle, waiters, self.failure)
 
     def _close(self) -> None:
-        self._flush()
+        self._flush(last=True)
         with self._io:
             descriptor, self._file = self._file, -1
             os.close(descriptor)
