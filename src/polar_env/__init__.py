@@ -22,11 +22,11 @@ NeMo Gym, and the command line goes through the same two.
       segment_log.py         the ledger's durable file: append-only frames, ids stored once
       frames.py              the frames of that file, with checksums. Pure
       conversation.py        what each call was asked, stored once. Pure
-      continuation.py       which earlier call does a request carry on? Message for message. Pure
+      continuation.py        which earlier call does a request carry on? Message for message. Pure
       prefix.py              which earlier call does a prompt continue? A tree of ids, each stored once. Pure
       records.py             a session's records: ids held once, whole again when they are read. Pure
       trajectory.py          records -> prefix DAG -> chains -> ids, loss mask, log-probs, holes. Pure
-      joins.py              how each call's prompt joins the calls before it, in five classes. Pure
+      joins.py               how each call's prompt joins the calls before it, in five classes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
       control.py             a trainer's side of the fence: orders over HTTP
