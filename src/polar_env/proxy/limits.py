@@ -44,7 +44,8 @@ class Limits:
         """A generation begins."""
         self.calls += 1
         if turn:
-            self._turns = [other for other in self._turns if other is not again]
+            if again is not None:
+                self._turns = [other for other in self._turns if other is not again]
             self._turns.append(attempt)
 
     def repeated(self) -> None:
@@ -69,5 +70,5 @@ class Limits:
         yield self.calls, config.max_calls, "model calls"
         yield self.prompt_tokens, config.max_total_prompt_tokens, "prompt tokens"
         yield self.output_tokens, config.max_total_output_tokens, "output tokens"
-        if turn:
+        if turn and self._max_turns is not None:
             yield self.turns(again), self._max_turns, "turns"
