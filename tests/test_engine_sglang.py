@@ -269,13 +269,34 @@ async def test_check_does_not_take_splice_on_trust(tmp_path, server, own, why):
     folder = {"same": tokenizer.fetch(CACHE), "other": _other(tmp_path)}.get(own or "")
     async with served(server, tokenizer=folder) as (_, engine):
         notes = (await engine.check()).notes
-        assert notes[0].startswith("prompts are rendered whole")
+        assert "prompts are rendered whole" in notes[0]
         _, first = await play(engine, ask())
         _, second = await play(engine, carried_on(ask(), first, user("Go on.")))
         assert not second.spliced
     async with served(server, tokenizer=folder, splice="on") as (_, engine):
         with pytest.raises(EngineError, match=f"cannot splice: .*{why}"):
             await engine.check()
+
+
+async def test_only_replicas_that_were_proved_to_take_ids_are_sent_any():
+    tokens = tokenizer.fetch(CACHE)
+    async with (
+        Sglang().run() as good,
+        Sglang(fault="ignores_ids").run() as odd,
+        engine_at(good.url, odd.url, tokenizer=tokens) as engine,
+    ):
+        notes = " ".join((await engine.check()).notes)
+        good.requests.clear()
+        odd.requests.clear()
+        for name in map(str, range(12)):
+            _, first = await play(engine, ask(), session=Session(name))
+            await play(engine, carried_on(ask(), first, user("Go on.")), session=Session(name))
+    assert f"{odd.url}/v1 cannot splice" in notes
+    assert "a continued prompt begins with the exact ids" in notes
+    assert good.requests
+    assert odd.requests
+    assert sum("input_ids" in request for request in good.requests) == len(good.requests) / 2
+    assert not any("input_ids" in request for request in odd.requests)
 
 
 def _other(folder):

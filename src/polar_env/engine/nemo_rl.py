@@ -25,7 +25,8 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import Replicas, ServerFailed, root, whole, with_v1
+from polar_env.engine.replicas import Replicas, ServerFailed, agreed, root, whole, with_v1
+from polar_env.engine.splice import shows_image
 from polar_env.engine.vllm_wire import Assembly, chat_body, prompt_body
 from polar_env.errors import EngineError, EngineRefused
 from polar_env.messages import ChatMessage
@@ -58,10 +59,7 @@ class NemoRlEngine:
 
         Raises EngineError naming the worker and what to change.
         """
-        found = [await self._check_worker(base) for base in self._replicas.bases]
-        if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
-            raise EngineError(f"the workers serve different models: {[facts.model for facts in found]}")
-        return found[0]
+        return agreed([await self._check_worker(base) for base in self._replicas.bases])
 
     async def generate(
         self, request: ModelRequest, sampling: Sampling, session: Session
@@ -109,7 +107,7 @@ class NemoRlEngine:
         The worker joins them behind the *last* assistant's message, so that one must be theirs.
         """
         carried = request.continues
-        if carried is None or self._config.splice == "off" or any(map(_shows_image, request.messages)):
+        if carried is None or self._config.splice == "off" or any(map(shows_image, request.messages)):
             return None
         last = max((at for at, one in enumerate(request.messages, 1) if one["role"] == "assistant"), default=0)
         return carried.ids if last == carried.messages < len(request.messages) else None
@@ -191,7 +189,9 @@ class NemoRlEngine:
             why = str(error)
         if why and self._config.splice == "on":
             raise EngineError(f"{base} cannot splice ({why}); set engine.splice=off, or use a NeMo-RL of 2026")
-        return f"prompts are rendered whole: {why}" if why else "a continued prompt begins with the exact ids (splice)"
+        if why:
+            return f"{base} cannot splice, so its prompts are rendered whole ({why})"
+        return "a continued prompt begins with the exact ids (splice)"
 
 
 def _or_one(value: float | None) -> float:
@@ -218,11 +218,6 @@ def _as_vllm(answer: object) -> object:
             for choice, message in zip(choices, messages, strict=True)
         ],
     }
-
-
-def _shows_image(message: ChatMessage) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(part.get("type") != "text" for part in content)
 
 
 _PROFILE = (

@@ -7,15 +7,15 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import aiohttp
 
 from polar_env import fast_json
 from polar_env.config import EngineConfig
-from polar_env.engine import Session
+from polar_env.engine import EngineFacts, Session
 from polar_env.engine.vllm_wire import OVERFLOW, error_text
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow, EngineRefused
 from polar_env.proxy.sse import Parser
@@ -154,6 +154,13 @@ class Replicas:
         if wanted is None:
             raise EngineError(f"{base} serves {names}, not {model!r}; correct engine.model")
         return wanted
+
+
+def agreed(found: Sequence[EngineFacts]) -> EngineFacts:
+    """What every replica proved, with all their notes. Raises EngineError: they serve different models."""
+    if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
+        raise EngineError(f"the replicas serve different models: {[facts.model for facts in found]}")
+    return replace(found[0], notes=tuple(dict.fromkeys(note for facts in found for note in facts.notes)))
 
 
 def with_v1(url: str) -> str:

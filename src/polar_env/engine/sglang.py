@@ -24,7 +24,7 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session, tokenizer
-from polar_env.engine.replicas import Replicas, root, whole, with_v1
+from polar_env.engine.replicas import Replicas, agreed, root, whole, with_v1
 from polar_env.engine.splice import Splicer, Unspliceable, prove
 from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
 from polar_env.errors import EngineError, EngineRefused
@@ -52,21 +52,21 @@ class SglangEngine:
         self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
         self._model = config.model
         self._splicer: Splicer | None = None
+        self._take_ids: set[str] = set()
+        """Replicas that were proved to take ``input_ids``."""
         self.unspliced: Counter[str] = Counter()
         """Calls that carried on another and were rendered whole all the same, by reason."""
 
     async def check(self) -> EngineFacts:
         """Prove every replica with tiny generations. Raises EngineError naming the replica and what to change."""
-        found = [await self._check_replica(base) for base in self._replicas.bases]
-        if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
-            raise EngineError(f"the replicas serve different models: {[facts.model for facts in found]}")
-        return found[0]
+        return agreed([await self._check_replica(base) for base in self._replicas.bases])
 
     async def generate(
         self, request: ModelRequest, sampling: Sampling, session: Session
     ) -> AsyncGenerator[Delta | EngineReply, None]:
         """The whole turn at once, then the reply. Closing it closes the HTTP response, which aborts the generation."""
-        deltas, reply = await self._sample(self._replicas.order(session), request, sampling, await self._ids(request))
+        order = self._replicas.order(session)
+        deltas, reply = await self._sample(order, request, sampling, await self._ids(order[0], request))
         for delta in deltas:
             yield delta
         yield reply
@@ -88,9 +88,9 @@ class SglangEngine:
 
     # --- one generation ----------------------------------------------------------------------------------------
 
-    async def _ids(self, request: ModelRequest) -> "array[int] | None":
+    async def _ids(self, base: str, request: ModelRequest) -> "array[int] | None":
         """The prompt to send as ids; ``None``: the server renders the messages (counted, when it had to)."""
-        if request.continues is None or self._splicer is None:
+        if request.continues is None or self._splicer is None or base not in self._take_ids:
             return None
         try:
             return await self._splicer.prompt(request)
@@ -156,10 +156,10 @@ class SglangEngine:
         try:
             await self._prove_splice(base, plain)
         except EngineError as error:
-            self._splicer = None
+            self._take_ids.discard(base)
             if self._config.splice == "on":
                 raise EngineError(f"{base} cannot splice: {error}") from error
-            return f"prompts are rendered whole: {error}"
+            return f"{base} cannot splice, so its prompts are rendered whole ({error})"
         return "a continued prompt begins with the exact ids of the call it carries on (splice)"
 
     async def _prove_splice(self, base: str, plain: EngineReply) -> None:
@@ -173,6 +173,7 @@ class SglangEngine:
         _, reply = await self._sample((base,), _PROBE, Sampling(max_tokens=8), odd)
         if not reply.spliced:
             raise Unspliceable("the server does not take input_ids as the prompt")
+        self._take_ids.add(base)
 
 
 def _as_vllm(answer: object) -> object:

@@ -52,7 +52,7 @@ class Splicer:
         carried = request.continues
         if carried is None:
             raise Unspliceable("the request carries on no earlier call")
-        if any(map(_shows_image, request.messages)):
+        if any(map(shows_image, request.messages)):
             raise Unspliceable("the conversation shows an image")
         turn, new = request.messages[carried.messages - 1], request.messages[carried.messages :]
         tail = await self.tail(turn, new, tools=bool(request.tools))
@@ -104,7 +104,8 @@ def _call(name: str, call_id: str, arguments: str) -> ChatToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _shows_image(message: ChatMessage) -> bool:
+def shows_image(message: ChatMessage) -> bool:
+    """Whether it has a part that is no text: ids alone do not hold it."""
     content = message.get("content")
     return isinstance(content, list) and any(part.get("type") != "text" for part in content)
 
