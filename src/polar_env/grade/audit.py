@@ -36,8 +36,8 @@ _SITE = re.compile(r"^(.*/(?:site|dist)-packages)/([^/]+)(/.+)?$")
 _METADATA = re.compile(r"[-.](?:dist|egg)-info$|\.egg-link$")
 _BUILT = re.compile(rf"^{WORKDIR}/(?:(?:build|dist|\.eggs|[^/]+\.egg-info|[^/]+/[^/]+\.egg-info)/|.*/?__pycache__/)")
 _CACHES = re.compile(r"^(/home/[^/]+|/root)/\.cache/|/\.git/index$")
-_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$|/__editable__[^/]*$")
-"""Files whose content matters wherever they are allowed to change."""
+_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$|(?<!/__pycache__)/__editable__[^/]*$")
+"""Files whose content matters wherever they are allowed to change. A compiled file's holds the time it was made at."""
 
 
 @dataclass(frozen=True, slots=True)
