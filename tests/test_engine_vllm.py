@@ -403,6 +403,10 @@ async def test_a_whole_answer_that_is_cut_is_an_engine_error():
     [
         {"choices": [{"token_ids": ["a"]}]},
         {"choices": [{"token_ids": [2**40]}]},
+        {"prompt_token_ids": ["a"]},
+        {"prompt_token_ids": [1.5]},
+        {"prompt_token_ids": [2**40]},
+        {"prompt_token_ids": 3},
         {"choices": [3]},
         {"choices": [{"logprobs": {"content": [{"logprob": "low"}]}}]},
         {"usage": {"completion_tokens": 3}},

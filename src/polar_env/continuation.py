@@ -21,7 +21,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from hashlib import sha256
 
 from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import AssistantTurn, Continuation, ModelRequest, StopReason
@@ -114,11 +114,11 @@ class History:
 
 def _digest(*parts: bytes) -> bytes:
     """Of the parts, each with its length, so that no two lists of parts give one."""
-    hashed = blake2b(digest_size=_SIZE)
+    hashed = sha256()  # in hardware, where it takes a third of blake2b's time over a long history
     for part in parts:
         hashed.update(len(part).to_bytes(8, "big"))
         hashed.update(part)
-    return hashed.digest()
+    return hashed.digest()[:_SIZE]
 
 
 def _bytes(text: str) -> bytes:
