@@ -80,7 +80,7 @@ def slurm(
 
 
 def ray(work: Work, address: str) -> Submission:
-    """``ray job submit`` to a running cluster; it follows the job's output and ends with its exit code.
+    """``ray job submit`` to a running cluster; it follows the job's output and ends with 0, or 1: the job failed.
 
     The job's processes run in the cluster's own environment: what a recipe needs is exported by its script, not by a
     ``runtime_env``, which NeMo-RL's actors would not inherit.
