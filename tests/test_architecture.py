@@ -38,6 +38,7 @@ TABLE = (
     Row("digest", 1, FACTS),
     Row("reward", 1, FACTS),
     Row("control", 1, FACTS),
+    Row("pythons", 1, (*FACTS, "config")),
     Row("proxy.sse", 1),
     # The rooms' own __init__: protocols, facts and dotted-path tables, which everybody may read.
     Row("proxy", 1, FACTS),
@@ -81,8 +82,8 @@ TABLE = (
         ),
     ),
     Row("engine.*", 3, (*FACTS, "config", "capture", "proxy.sse", "engine", "engine.*")),
-    Row("tasks.*", 3, (*FACTS, "config", "tasks", "tasks.*")),
-    Row("harness.*", 3, (*FACTS, "config", "harness", "harness.*")),
+    Row("tasks.*", 3, (*FACTS, "config", "pythons", "tasks", "tasks.*")),
+    Row("harness.*", 3, (*FACTS, "config", "pythons", "harness", "harness.*")),
     Row("grade.*", 3, (*FACTS, "config", "sandbox", "sandbox.*", "tasks", "tasks.*", "grade", "grade.*")),
     # Level 4: bytes between aiohttp and the sessions.
     Row(

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from harness_helpers import INSTRUCTION, a_job, build, ended
 from polar_env.errors import HarnessError
 from polar_env.harness import HOME, Launch
-from polar_env.harness.install import PYTHON, install_python
-from polar_env.harness.pythons import find_python
+from polar_env.harness.install import PYTHON, find_python, install_python
 from polar_env.types import CallKind, Outcome
 from test_harness_install import wheel
 
@@ -272,7 +271,8 @@ def fake_python(folder: Path, minor: int, prefix: Path | None = None) -> Path:
     """A program that answers the probe as Python 3.``minor`` would."""
     binary = folder / f"python3.{minor}"
     binary.parent.mkdir(parents=True, exist_ok=True)
-    binary.write_text(f"#!/bin/sh\necho '[3, {minor}, \"{prefix or folder.parent}\"]'\n", encoding="utf-8")
+    told = json.dumps([f"3.{minor}", f"3.{minor}.0", str(prefix or folder.parent)])
+    binary.write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
     binary.chmod(0o755)
     return binary
 
@@ -283,12 +283,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/nonexistent")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "ours" / "here"))  # what lies beside our own counts too
     return tmp_path
 
 
 async def test_our_own_interpreter_is_taken_where_it_fits():
     found = await find_python("agent", sys.version_info.minor - 1, sys.version_info.minor + 1)
-    assert (found.minor, found.prefix) == (sys.version_info.minor, Path(sys.base_prefix))
+    assert (found.minor, found.prefix) == (f"3.{sys.version_info.minor}", Path(sys.base_prefix))
     assert found.usable
 
 
@@ -296,8 +297,8 @@ async def test_the_newest_that_fits_is_taken_from_path_or_pyenv(elsewhere: Path)
     fake_python(elsewhere / "bin", 7)
     fake_python(elsewhere / "home" / ".pyenv" / "versions" / "3.8.1" / "bin", 8)
     fake_python(elsewhere / "bin", 9)
-    assert (await find_python("agent", 6, 8)).minor == 8
-    assert (await find_python("agent", 6, 7)).minor == 7
+    assert (await find_python("agent", 6, 8)).minor == "3.8"
+    assert (await find_python("agent", 6, 7)).minor == "3.7"
 
 
 async def test_a_program_that_lies_about_its_version_or_place_is_passed_over(elsewhere: Path):

@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError
+from polar_env.pythons import Interpreter
 from polar_env.tasks import ENV_PREFIX, Prepared, Task
 from polar_env.tasks.conda import environment_of, install_line, read_environment
 from polar_env.tasks.embedded_rows import embedded_rows
+from polar_env.tasks.environment import find_python
 from polar_env.tasks.once import make_once
 from polar_env.tasks.prepare import prepare
 from polar_env.tasks.process import run
-from polar_env.tasks.pythons import Interpreter, find_python
 from polar_env.tasks.registry import fetch_sdist, read_settings
 from polar_env.tasks.rows import task_of
 from polar_env.tasks.sources import git, make_repository, sdist_table
@@ -351,10 +352,11 @@ async def test_uv_is_asked_to_install_a_missing_python(tmp_path: Path, monkeypat
     uv = tmp_path / "uv"
     uv.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" = install ] || echo {sys.executable}\n')
     uv.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="needs Python"):  # what it gave is another minor: not taken for 2.99
         await find_python("2.99")
     assert (tmp_path / "asked").read_text().splitlines() == [
+        "python find --no-project 2.99",
         "python install --quiet 2.99",
         "python find --no-project 2.99",
     ]

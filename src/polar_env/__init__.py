@@ -29,6 +29,7 @@ NeMo Gym, and the command line goes through the same two.
       joins.py               how each call's prompt joins the calls before it, in five classes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
+      pythons.py             base interpreters, found on this machine or installed by uv
       control.py             a trainer's side of the fence: orders over HTTP
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       demo.py                the main job: a group per harness through NeMo Gym, and its table
@@ -72,7 +73,6 @@ NeMo Gym, and the command line goes through the same two.
         fence.py             the gate before an engine whose weights change: pause, resume, abort, versions
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store
-        pythons.py           an interpreter for harnesses that do not run on ours
         reading.py           event streams and request marks
         quiet.py             keeps an event stream short enough to read its ending
         claude_code.py       Claude Code
@@ -107,7 +107,6 @@ NeMo Gym, and the command line goes through the same two.
         sources.py           repository trees: sdist, git mirror, embedded
         registry.py          sdists from the package registry, checked
         environment.py       the task's Python environment with pinned packages
-        pythons.py           the interpreter those pins were made for
         process.py           build steps as child processes
         once.py              directories made once between all processes
         conda.py             what the official images were built from, read back

@@ -27,6 +27,7 @@ from polar_env.config import child_environment
 from polar_env.errors import HarnessError, boundary
 from polar_env.harness import Mount
 from polar_env.harness.reading import tail
+from polar_env.pythons import Interpreter, find_interpreter, uv_program
 
 log = logging.getLogger(__name__)
 
@@ -200,10 +201,19 @@ def python_mount(prefix: str | Path = sys.base_prefix) -> Mount:
     return Mount(Path(prefix), f"{OPT}/python")
 
 
-def uv_program() -> str | None:
-    """uv beside our interpreter, or on PATH."""
-    beside = Path(sys.executable).parent / "uv"
-    return str(beside) if beside.is_file() else shutil.which("uv")
+async def find_python(who: str, oldest: int, newest: int) -> Interpreter:
+    """A Python from 3.``oldest`` to 3.``newest``: ours, else the newest that is here or that uv can download.
+
+    Raises:
+        HarnessError: there is none; says how to get one for ``who``.
+    """
+    if found := await find_interpreter([f"3.{minor}" for minor in range(newest, oldest - 1, -1)], run):
+        return found
+    raise HarnessError(
+        f"{who} runs on Python 3.{oldest} to 3.{newest} and none was found: ours is 3.{sys.version_info.minor}, and "
+        f"there is none on PATH, under ~/.pyenv or through uv. Install one (`uv python install 3.{newest}`, pyenv, or "
+        f"the system's package manager) and put python3.{newest} on PATH"
+    )
 
 
 async def install_python(
@@ -211,7 +221,7 @@ async def install_python(
     label: str,
     *requirements: str,
     binary: str = sys.executable,
-    minor: int = sys.version_info.minor,
+    minor: str = f"3.{sys.version_info.minor}",
 ) -> Path:
     """Install ``requirements`` as ``store/harness/<label>-cpXY/site``, to be put on the path of an interpreter.
 
@@ -220,7 +230,7 @@ async def install_python(
     ``python_mount`` shows it, isolated, without any packages of its own.
 
     Args:
-        binary: the interpreter to install for (default: ours), whose version is 3.``minor``.
+        binary: the interpreter to install for (default: ours), whose version is ``minor``.
     """
     uv = uv_program()
     tool = (uv, "pip", "install", "--python", binary, "--compile-bytecode", "--link-mode=copy", "--quiet")
@@ -231,11 +241,11 @@ async def install_python(
         await run([str(part) for part in argv], f"installing {', '.join(requirements)}", _build_env())
         await asyncio.to_thread((partial / "run").write_text, _RUN.format(minor=minor), encoding="utf-8")
 
-    return await once(store, f"{label}-cp3{minor}", build)
+    return await once(store, f"{label}-cp{minor.replace('.', '')}", build)
 
 
 _RUN = f"""\
 # -I: no PYTHON* variable or user directory; -S: none of the base interpreter's own packages. The interpreter may be
 # linked to a shared libpython whose own search path names the host's directory.
-LD_LIBRARY_PATH={OPT}/python/lib exec {OPT}/python/bin/python3.{{minor}} -I -S "$@"
+LD_LIBRARY_PATH={OPT}/python/lib exec {OPT}/python/bin/python{{minor}} -I -S "$@"
 """

@@ -12,8 +12,7 @@ from typing import Any
 
 from polar_env.config import HarnessConfig
 from polar_env.harness import HOME, Job, Launch, Mount, Report
-from polar_env.harness.install import OPT, install_python, python_mount
-from polar_env.harness.pythons import find_python
+from polar_env.harness.install import OPT, find_python, install_python, python_mount
 from polar_env.harness.reading import died, failure, last_event, string, tail, timeout
 from polar_env.types import CallKind, HarnessExit, Outcome, WireApi
 

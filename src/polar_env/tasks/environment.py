@@ -18,11 +18,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from polar_env.config import child_environment
-from polar_env.errors import SandboxError, boundary
+from polar_env.errors import ConfigError, SandboxError, boundary
+from polar_env.pythons import Interpreter, find_interpreter
 from polar_env.tasks import ENV_PREFIX, WORKDIR
 from polar_env.tasks.once import make_once
 from polar_env.tasks.process import run
-from polar_env.tasks.pythons import Interpreter
 from polar_env.tasks.registry import pip_settings
 
 FORMAT = 1
@@ -56,6 +56,24 @@ class Pins:
     def digest(self, python: Interpreter) -> str:
         text = json.dumps([FORMAT, self.pip, sorted(self.requirements), python.version, str(python.prefix)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+async def find_python(minor: str) -> Interpreter:
+    """A Python ``minor`` ("3.9") that can make virtual environments.
+
+    Raises:
+        ConfigError: none can be had; says how to install one.
+    """
+    if found := await find_interpreter((minor,), _ask, ("venv", "ensurepip")):
+        return found
+    raise ConfigError(
+        f"this task needs Python {minor} (with venv and ensurepip) and none was found on PATH, under ~/.pyenv or "
+        f"through uv; install one (`pip install uv`, then `uv python install {minor}`) or leave the task out"
+    )
+
+
+async def _ask(argv: Sequence[str], doing: str, env: dict[str, str], limit: float) -> str:
+    return (await run(argv, doing, env=env, limit=limit)).decode("utf-8", "replace")
 
 
 async def copy_environment(pins: Pins, python: Interpreter, store: Path, env: Path) -> None:

@@ -20,9 +20,8 @@ from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.tasks import ENV_PREFIX, Prepared, Task
 from polar_env.tasks.conda import environment_of, install_line
 from polar_env.tasks.embedded_rows import tree_digest
-from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, install_project
+from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python, install_project
 from polar_env.tasks.once import make_once
-from polar_env.tasks.pythons import find_python
 from polar_env.tasks.sources import git, make_repository
 
 FORMAT = 1
