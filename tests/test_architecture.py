@@ -107,7 +107,8 @@ TABLE = (
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),
-    Row("gym.rows", 6, (*FACTS, "conversation", "trajectory", "digest", "joins", "gym.contract")),
+    Row("gym.items", 6, (*FACTS, "gym.contract")),
+    Row("gym.rows", 6, (*FACTS, "conversation", "trajectory", "digest", "joins", "gym.contract", "gym.items")),
     Row("verify", 6, (*FACTS, "digest", "joins", "segment_log", "trajectory", "gym.contract", "gym.rows")),
     Row(
         "export.*",

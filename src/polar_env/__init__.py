@@ -126,6 +126,7 @@ NeMo Gym, and the command line goes through the same two.
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
+        items.py             a model call as the output items of a row. Pure
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
         wire.py              rows as JSON, in pieces, beside other rollouts' calls
         workers.py           rollouts spread over the nodes of a Ray cluster

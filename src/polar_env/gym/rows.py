@@ -7,7 +7,6 @@ the trainer does with masks (rule 5). All that was sampled stays in ``trajectori
 
 import base64
 import json
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,19 +14,17 @@ from typing import Any, cast
 
 from polar_env.conversation import as_message
 from polar_env.digest import digest
-from polar_env.gym.contract import LEAKS, TOKEN_KEYS, ContractError, first_prompt_digest, markup, violations
+from polar_env.gym.contract import ContractError, first_prompt_digest, violations
+from polar_env.gym.items import clean, items, placeholder
 from polar_env.joins import joins
 from polar_env.trajectory import NO_IDS, trim
 from polar_env.types import (
-    AssistantTurn,
     CallKind,
     CallRecord,
     Chain,
-    ChainTurn,
     Hole,
     Outcome,
     RolloutResult,
-    StopReason,
     Trajectory,
 )
 from polar_env.verdict import Verdict, VerdictStatus
@@ -53,8 +50,6 @@ FAILURE_KINDS: Mapping[Outcome, str | None] = {
 """Outcome -> ``nemo_gym.failure_kinds`` where it has a word, else ours in its ``<server>:<kind>`` form."""
 
 PHASES = ("queue", "start", "agent", "grade", "finalise", "held")
-
-THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +147,7 @@ def _failure(result: RolloutResult) -> tuple[str | None, str | None]:
         kind = "polar_env:capture_incomplete" if result.ledger.holes else "verifier_error"
     if kind is None:
         return None, None
-    return kind, _clean(result.detail or result.decision.reason or result.outcome)
+    return kind, clean(result.detail or result.decision.reason or result.outcome)
 
 
 def _row(
@@ -162,9 +157,9 @@ def _row(
     turns, records = delivery.chain.turns if delivery.chain else (), result.ledger.records
     text = text_only(records)  # nobody trains on it by ids, so no sibling's baseline asks for a 0: evaluation wants it
     said = {record.call_id: record.turn for record in records}
-    output = [item for turn in turns for item in _items(turn, said[turn.call_id], with_ids=not delivery.masked)]
+    output = [item for turn in turns for item in items(turn, said[turn.call_id], with_ids=not delivery.masked)]
     if delivery.masked:
-        output.append(_placeholder(result))
+        output.append(placeholder(result))
     made: dict[str, Any] = {
         "responses_create_params": {"input": [], **params},
         "response": _response(result, params, model, output),
@@ -193,65 +188,6 @@ def _response(result: RolloutResult, params: Mapping[str, Any], model: str, outp
         "tools": params.get("tools") or [],
         "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
     }
-
-
-# --- output items -----------------------------------------------------------------------------------------------
-
-
-def _items(turn: ChainTurn, said: AssistantTurn, *, with_ids: bool) -> list[dict[str, Any]]:
-    """One call as output items: reasoning, message, function calls; a trained call's ids sit on the last.
-
-    A thought that NeMo-RL would punish where the ids are (rule 11) does not carry them: an empty message does.
-    """
-    text, leaked = _split(said.text)
-    status = "incomplete" if said.stop in (StopReason.LENGTH, StopReason.ABORT) else "completed"
-    thoughts = [thought for thought in (said.reasoning, *leaked) if thought]
-    items = [_reasoning(f"rs_{turn.call_id}_{i}", thought) for i, thought in enumerate(thoughts)]
-    if text or not (said.tool_calls or (thoughts and not markup(thoughts[-1:]))):
-        items.append(_message(f"msg_{turn.call_id}", text, status))
-    for tool in said.tool_calls:
-        named = {"id": f"fc_{turn.call_id}_{tool.id}", "call_id": tool.id, "name": tool.name}
-        fields = {key: _clean(value) for key, value in {**named, "arguments": tool.arguments}.items()}
-        items.append({"type": "function_call", **fields, "status": status})
-    if with_ids and turn.trained:
-        items[-1] |= dict(zip(TOKEN_KEYS, (turn.prompt_ids, turn.sampled_ids, turn.log_probs), strict=True))
-    return items
-
-
-def _reasoning(item_id: str, text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": item_id, "summary": [{"type": "summary_text", "text": _clean(text)}]}
-
-
-def _message(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
-    part: dict[str, Any] = {"type": "output_text", "text": _clean(text), "annotations": []}
-    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": [part]}
-
-
-def _split(text: str) -> tuple[str, list[str]]:
-    """(text that may stand in a message, what leaked into it) when the engine's parser left markup behind (rule 11)."""
-    thoughts = [thought.strip() for thought in THINKING.findall(text)]
-    rest = THINKING.sub("", text)
-    if "</think>" in rest:  # the template opened the block, so the model only closed it
-        before, _, rest = rest.rpartition("</think>")
-        thoughts.append(before.strip())
-    at = min((rest.find(leak) for leak in LEAKS if leak in rest), default=len(rest))
-    return rest[:at], [*thoughts, rest[at:]]
-
-
-def _clean(text: str) -> str:
-    """``text`` without lone surrogates: Gym's orjson refuses them, and one refused row ends the batch."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _placeholder(result: RolloutResult) -> dict[str, Any]:
-    """One masked token behind one prompt token: a valid row that no sibling's baseline counts (rule 5).
-
-    The token is the first of the rollout's own first prompt (0 when nothing was captured); it was not sampled, and
-    both masks are set wherever it appears.
-    """
-    first = next((record.prompt_ids[0] for record in result.ledger.records if record.prompt_ids), 0)
-    tensors = array("i", [first]), array("i", [first]), array("f", [0.0])
-    return _message("msg_placeholder", "") | dict(zip(TOKEN_KEYS, tensors, strict=True))
 
 
 # --- what else a row says ---------------------------------------------------------------------------------------
@@ -309,8 +245,8 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "harness": result.harness,
         "session_id": result.ledger.session_id,
         "outcome": result.outcome.value,
-        "detail": _clean(result.detail),
-        "masked_reason": _clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
+        "detail": clean(result.detail),
+        "masked_reason": clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
         "verdict": None if result.verdict is None else told(result.verdict),
         "patch": base64.b64encode(result.patch).decode("ascii"),
         "complete": result.ledger.complete,
@@ -327,7 +263,7 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
 
 def told(verdict: Verdict) -> dict[str, Any]:
     """A verdict as a row tells it (``polar.verdict``)."""
-    return asdict(verdict) | {"status": verdict.status.value, "detail": _clean(verdict.detail)}
+    return asdict(verdict) | {"status": verdict.status.value, "detail": clean(verdict.detail)}
 
 
 def text_only(records: Iterable[CallRecord]) -> bool:
@@ -337,7 +273,7 @@ def text_only(records: Iterable[CallRecord]) -> bool:
 
 def holes(found: Iterable[Hole]) -> list[str]:
     """Holes as a row tells them."""
-    return [f"{hole.kind}: {_clean(hole.detail)}" for hole in found]
+    return [f"{hole.kind}: {clean(hole.detail)}" for hole in found]
 
 
 def _versions(records: Iterable[CallRecord]) -> list[str]:
