@@ -37,6 +37,7 @@ TABLE = (
     Row("joins", 1, (*FACTS, "prefix")),
     Row("digest", 1, FACTS),
     Row("reward", 1, FACTS),
+    Row("bundle", 1, FACTS),
     Row("control", 1, FACTS),
     Row("pythons", 1, (*FACTS, "config")),
     Row("proxy.sse", 1),
@@ -103,7 +104,7 @@ TABLE = (
         ),
     ),
     # Level 5: the only composer, and rollouts on many nodes.
-    Row("rollout", 5, (*FACTS, *MIDDLE, "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session")),
+    Row("rollout", 5, (*FACTS, *MIDDLE, "bundle", "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session")),
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),

@@ -31,6 +31,7 @@ NeMo Gym, and the command line goes through the same two.
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
       pythons.py             base interpreters, found on this machine or installed by uv
       control.py             a trainer's side of the fence: orders over HTTP
+      bundle.py              what is kept of a rollout that did not complete
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back

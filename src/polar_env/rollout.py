@@ -10,11 +10,12 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+from polar_env import bundle
 from polar_env import engine as engine_room
 from polar_env import harness as harness_room
 from polar_env.capture import Ledger, SegmentLog
@@ -164,7 +165,7 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
     if ending.error is not None:  # also one that came with the grading
         outcome, detail = ending.error.outcome, str(ending.error)
     decision = decide(outcome, verdict, sealed.complete, config.reward)
-    return RolloutResult(
+    result = RolloutResult(
         task_id=job.task.task_id,
         harness=harness.name,
         outcome=outcome,
@@ -177,6 +178,10 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
         exit=ending.exit,
         seconds=ending.seconds,
     )
+    if outcome is not Outcome.COMPLETED:
+        with suppress(CaptureError):  # a full disk must not cost the result as well
+            await asyncio.to_thread(bundle.keep, session_dir(config, session_id), result, session.key)
+    return result
 
 
 def session_dir(config: PolarConfig, session_id: str) -> Path:
