@@ -24,6 +24,7 @@ from polar_env.types import (
     Hole,
     HoleKind,
     Outcome,
+    RewardDecision,
     RolloutResult,
     SealedLedger,
     StopReason,
@@ -388,9 +389,17 @@ def test_a_completed_rollout_that_could_not_be_graded_is_the_verifiers_failure()
     assert made_row["failure_kind"] == "verifier_error"
 
 
+def test_a_verdict_masked_for_its_flags_is_not_the_verifiers_failure() -> None:
+    solved = rollout(session(), status=VerdictStatus.RESOLVED)
+    flagged = replace(solved, decision=RewardDecision(0.0, masked=True, reason="flagged: unproven"))
+    made_row = made(flagged)
+    assert_placeholder(made_row)
+    assert (made_row["failure_kind"], made_row["failure_reason"]) == ("polar_env:flagged", "flagged: unproven")
+
+
 def test_every_ending_has_a_failure_kind_gym_knows(caplog: pytest.LogCaptureFixture) -> None:
     assert set(FAILURE_KINDS) == set(Outcome)
-    for kind in FAILURE_KINDS.values():
+    for kind in (*FAILURE_KINDS.values(), "polar_env:flagged"):
         validate_failure_kind(kind)
     assert caplog.records == []
 

@@ -144,10 +144,16 @@ def _failure(result: RolloutResult) -> tuple[str | None, str | None]:
     """(failure_kind, failure_reason): both ``None`` for a rollout that ended by itself and trains."""
     kind = FAILURE_KINDS[result.outcome]
     if kind is None and result.decision.masked:
-        kind = "polar_env:capture_incomplete" if result.ledger.holes else "verifier_error"
+        kind = "polar_env:capture_incomplete" if result.ledger.holes else _ungraded(result.verdict)
     if kind is None:
         return None, None
     return kind, clean(result.detail or result.decision.reason or result.outcome)
+
+
+def _ungraded(verdict: Verdict | None) -> str:
+    """Why a rollout that ended well and is whole is masked all the same: no verdict, or flags that mask."""
+    failed = verdict is None or verdict.status is VerdictStatus.ERROR
+    return "verifier_error" if failed else "polar_env:flagged"
 
 
 def _row(
