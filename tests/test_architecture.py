@@ -104,7 +104,11 @@ TABLE = (
         ),
     ),
     # Level 5: the only composer, and rollouts on many nodes.
-    Row("rollout", 5, (*FACTS, *MIDDLE, "bundle", "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session")),
+    Row(
+        "rollout",
+        5,
+        (*FACTS, *MIDDLE, "bundle", "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session"),
+    ),
     Row("testing", 5, (*FACTS, "config", "engine", "harness", "proxy", "sandbox", "tasks", "rollout")),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),
