@@ -356,3 +356,16 @@ def test_a_placeholder_says_how_it_failed():
     assert masked(answer) == "the engine is gone"
     assert (answer["failure_kind"], answer["polar"]["harness"]) == ("polar_env:engine_error", "codex")
     assert len(contract.trainable_items(answer)) == 1
+
+
+async def test_a_row_that_cannot_be_counted_is_answered_all_the_same(tmp_path: Path):
+    class Odd:
+        async def run(self, row: Any) -> dict[str, Any]:
+            return {"mask_sample": True, "num_model_calls": "three"}
+
+        async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+            return 200, {}
+
+    async with PolarEnvironment(configured(tmp_path, "http://127.0.0.1:1/v1"), elsewhere=Odd()).opened() as environment:
+        assert (await environment.run(row(0)))["num_model_calls"] == "three"
+        assert (await environment.run(row(1)))["mask_sample"]

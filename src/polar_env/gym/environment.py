@@ -143,7 +143,10 @@ class PolarEnvironment:
     async def _counted(self, row: Mapping[str, Any]) -> dict[str, Any]:
         with self.metrics.running():
             answer = await self._answer(row)
-        self.metrics.observe(answer)
+        try:
+            self.metrics.observe(answer)
+        except Exception:  # a number that cannot be counted must not cost the row, or the other rollouts
+            log.exception("counting the rollout of %s", _task_id(row))
         return answer
 
     def _abandon(self, key: str, running: _Running) -> None:
