@@ -84,7 +84,9 @@ def _fill(work: Path) -> None:
             _called(work, "apt-get", *options, "update")
             _download(work, options)
         except subprocess.CalledProcessError as error:
-            raise NoSlurmError(f"apt: {error.stderr.strip().splitlines()[-1:]}") from None
+            raise NoSlurmError(f"apt: {error.stderr.strip()[-200:]}") from None
+        finally:
+            shutil.rmtree(lists)
     for package in sorted(work.glob("*.deb")):
         _called(work, "dpkg", "-x", str(package), str(work))
         package.unlink()
@@ -99,7 +101,10 @@ def _download(work: Path, options: Sequence[str]) -> None:
 
 
 def _called(where: Path, *command: str) -> str:
-    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=True, timeout=100).stdout
+    try:
+        return subprocess.run(command, cwd=where, capture_output=True, text=True, check=True, timeout=60).stdout
+    except subprocess.TimeoutExpired as error:
+        raise NoSlurmError(str(error)) from None
 
 
 def _libraries(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from polar_env.cli import main
 from rollout_helpers import STORE, adopting, settled
 from slurm_helpers import NODES, NoSlurmError, Slurm, running, unpacked
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]  # packages are fetched the first time
 
 RAY_SUB = """#!/bin/bash
 #SBATCH --exclusive
