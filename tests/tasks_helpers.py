@@ -129,8 +129,8 @@ async def evaluate(prepared: Prepared, patch: str) -> ExecResult:
         if patch:
             applied = await sandbox.exec(("git", "apply", "-"), stdin=patch.encode(), timeout=30.0)
             assert applied.code == 0, applied.stderr
-        await sandbox.write("/eval.sh", script.encode())
-        return await sandbox.exec(("bash", "-c", "exec bash /eval.sh 2>&1"), timeout=300.0)
+        await sandbox.write("/tmp/eval.sh", script.encode())
+        return await sandbox.exec(("bash", "-c", "exec bash /tmp/eval.sh 2>&1"), timeout=300.0)
 
 
 _REPORT = """

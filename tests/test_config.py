@@ -1,5 +1,6 @@
 """Configuration: conf/ and the classes are one thing, wrong keys are refused with the right one, secrets stay out."""
 
+import math
 import subprocess
 import sys
 import zipfile
@@ -272,3 +273,11 @@ def test_a_build_step_gets_its_tools_and_no_secret(monkeypatch: pytest.MonkeyPat
     assert given_names.items() <= passed.items()
     assert not secret_names.keys() & passed.keys()
     assert "MY_TOOL_X" not in child_environment()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("budget", ["start", "agent", "grade", "finalise"])
+def test_a_budget_is_a_number_of_seconds_above_zero(budget: str, value: float) -> None:
+    """Anything else would end every rollout as a failure of the sandbox, far from its cause."""
+    with pytest.raises(ConfigError, match=f"budget.{budget}"):
+        load({"budget": {budget: value}})

@@ -208,3 +208,12 @@ def test_the_table_is_aligned_and_says_what_is_masked():
     assert len({len(head), len(first), len(second)}) == 1
     assert second[head.index("reward") :].startswith("0.0 masked")
     assert first[head.index("seconds") :].strip() == "15.5"  # the agent's 12.5 and the grader's 3
+
+
+def test_rows_of_an_earlier_run_stay_when_new_ones_cannot_be_written(tmp_path: Path, capsys) -> None:
+    (tmp_path / "rollouts.jsonl").write_text("earlier\n")
+    (tmp_path / "rollouts.part").mkdir()  # nothing can be written there
+    with pytest.raises(ConfigError, match="another --out"):
+        demo.report(made(out=tmp_path), GROUP)
+    assert (tmp_path / "rollouts.jsonl").read_text() == "earlier\n"
+    assert "t #0" in capsys.readouterr().out  # the table is shown before

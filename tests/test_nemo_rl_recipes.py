@@ -29,7 +29,7 @@ CHECKOUT = Path(nemo_rl.__file__).parents[1]
 
 @pytest.fixture(params=recipe.names())
 def rendered(request, tmp_path: Path) -> recipe.Rendered:
-    return recipe.render(recipe.Request(request.param, CHECKOUT, tmp_path, "embedded"))
+    return recipe.render(recipe.Request(request.param, CHECKOUT, tmp_path, "embedded", harnesses=("codex", "pi")))
 
 
 def loaded(made: recipe.Rendered, *overrides: str):

@@ -42,7 +42,8 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def request_(checkout: Path, tmp_path: Path) -> Request:
-    return Request(PAPER, nemo_rl=checkout, out=tmp_path / "my run", data="embedded")
+    """Six groups to train on: three tasks, each for two harnesses."""
+    return Request(PAPER, nemo_rl=checkout, out=tmp_path / "my run", data="embedded", harnesses=("codex", "pi"))
 
 
 def test_every_recipe_renders_into_what_nemo_rl_reads(request_):
@@ -75,7 +76,7 @@ def test_what_the_base_recipe_had_in_its_environment_is_gone(request_):
 
 
 def test_the_rows_name_their_agent_and_harness_and_carry_no_fix(request_):
-    made = render(replace(request_, name="grpo_qwen3.5_4b_swe_mixed", harnesses=("codex", "pi")))
+    made = render(replace(request_, name="grpo_qwen3.5_4b_swe_mixed"))
     rows = [
         json.loads(line) for line in Path(recipe.inherited(made.config).data.train.data_path).read_text().splitlines()
     ]
@@ -87,7 +88,7 @@ def test_the_rows_name_their_agent_and_harness_and_carry_no_fix(request_):
 
 def test_collection_repeats_its_rows_because_nemo_rl_does_not(request_):
     """``collect_trajectories`` goes over the validation rows once, as they are."""
-    made = render(replace(request_, name="collect_qwen3_0.6b_1gpu", tasks=("polar-env__spans-1",)))
+    made = render(replace(request_, name="collect_qwen3_0.6b_1gpu", tasks=("polar-env__spans-1",), harnesses=()))
     assert made.rows[str(request_.out.resolve() / "validation.jsonl")] == 4
 
 
@@ -107,10 +108,15 @@ def test_the_script_runs_nemo_rl_in_its_own_folder_with_the_recipe_and_the_user_
 
 
 def test_overrides_are_kept_in_the_recipe(request_):
-    made = render(replace(request_, overrides=("grpo.num_prompts_per_step=8", "cluster.num_nodes=2")))
+    made = render(replace(request_, overrides=("grpo.num_prompts_per_step=5", "cluster.num_nodes=2")))
     merged = recipe.inherited(made.config)
-    assert (merged.grpo.num_prompts_per_step, merged.cluster.num_nodes) == (8, 2)
+    assert (merged.grpo.num_prompts_per_step, merged.cluster.num_nodes) == (5, 2)
     assert recipe.server_config(merged).harness.name == "codex"
+
+
+def test_rows_that_fill_no_step_are_refused_where_training_would_end_at_once(request_):
+    with pytest.raises(ConfigError, match="2 rows do not fill one step"):
+        render(replace(request_, tasks=("polar-env__spans-1",)))
 
 
 POLAR = "env.nemo_gym.polar_resources_server.resources_servers.polar.polar"
@@ -158,11 +164,10 @@ def test_the_command_lists_renders_and_says_how_to_run(checkout: Path, tmp_path:
     assert main(["recipe"]) == 0
     assert PAPER in capsys.readouterr().out.split()
     out = tmp_path / "r"
-    assert (
-        main(["recipe", PAPER, "--nemo-rl", str(checkout), "--data", "embedded", "--out", str(out), "grpo.seed=1"]) == 0
-    )
+    words = ["--nemo-rl", str(checkout), "--data", "embedded", "--out", str(out)]
+    assert main(["recipe", PAPER, *words, "--harness", "codex,pi", "grpo.seed=1"]) == 0
     printed = capsys.readouterr().out
-    assert "3 rows in" in printed
+    assert "6 rows in" in printed
     assert str(out / "run.sh") in printed
     assert main(["recipe", PAPER, "--nemo-rl", str(tmp_path), "--data", "embedded", "--out", str(out)]) == 2
     assert "NeMo-RL checkout" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from finished_helpers import Finished, branched, finish, of_session, request, two_turns, write_rows
 from polar_env.config import TrajectoryConfig
-from polar_env.errors import EngineError
+from polar_env.errors import ConfigError, EngineError
 from polar_env.frames import FrameKind, encode_frame, frames
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
@@ -356,3 +356,10 @@ def test_rows_that_hold_are_told_apart_by_status(tmp_path: Path) -> None:
     masked = finish(tmp_path / "s", two_turns("m"), Outcome.COMPLETED, VerdictStatus.ERROR).row
     failed, said = checked(tmp_path, masked)
     assert (failed, said[0]) == (0, "ok   1 m: 0 links, 2 chains, 0 tokens")
+
+
+def test_a_file_without_rows_verifies_nothing(tmp_path: Path) -> None:
+    """A run that wrote none must not look like one whose rows all hold."""
+    (tmp_path / "rollouts.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no row"):
+        run(tmp_path / "rollouts.jsonl", tmp_path, lambda line: None)

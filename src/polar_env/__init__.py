@@ -40,7 +40,6 @@ NeMo Gym, and the command line goes through the same two.
       submit.py              a job for Slurm, Ray or Kubernetes
       cli_training.py        polar recipe | submit
       cli.py                 polar demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | ...
-      testing.py             (planned) shipped fakes and conformance checks
       proxy/                 model calls in, committed call records out
         sse.py               server-sent events: any chunking of bytes gives the same events
         render.py            what the wire APIs share: content, JSON text, the order of a streamed turn

@@ -162,6 +162,7 @@ def _names(value: str | None) -> tuple[str, ...]:
 def _demo(arguments: argparse.Namespace) -> int:
     from polar_env import demo
 
+    arguments.overrides = [override("store.sessions", arguments.out / "sessions"), *arguments.overrides]
     return demo.run(
         demo.Demo(
             config=_settings(arguments, "scripted"),

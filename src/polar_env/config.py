@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -131,14 +131,18 @@ class SandboxConfig(Group):
     """MiB that may be written to each file system of a sandbox, and the longest file. 0: no limit."""
 
 
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A duration: a budget of nothing, or of no number, would end every rollout as a failure of ours."""
+
+
 class BudgetConfig(Group):
     """conf/budget: separate wall-clock budgets; queueing is free, so is the time that calls are held for a change of
     weights, and finalise always runs."""
 
-    start: float = 600.0
-    agent: float = 1800.0
-    grade: float = 1800.0
-    finalise: float = 120.0
+    start: Seconds = 600.0
+    agent: Seconds = 1800.0
+    grade: Seconds = 1800.0
+    finalise: Seconds = 120.0
 
 
 class TrajectoryConfig(Group):

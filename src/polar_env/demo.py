@@ -139,11 +139,14 @@ async def collect(rows: list[dict[str, Any]], head: Any) -> list[tuple[dict[str,
 
 def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> int:
     """Write rollouts.jsonl, print the table, and say what is wrong, if anything."""
-    demo.out.mkdir(parents=True, exist_ok=True)
-    path = demo.out / "rollouts.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(result) + "\n" for _, result in results)
     print(table([line(row, result) for row, result in results]))  # noqa: T201 - the table is the demo's answer
+    path = demo.out / "rollouts.jsonl"
+    with boundary(ConfigError, f"writing {path} (free some space, or name another --out)"):
+        demo.out.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")  # the rows of an earlier run stay until these are whole
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(result) + "\n" for _, result in results)
+        part.replace(path)
     wrong = [problem for row, result in results for problem in problems(demo, row, result)]
     wrong += [problem for group in groups(results) for problem in contract.group_disagreements(group)]
     if all(result["mask_sample"] for _, result in results):

@@ -93,7 +93,7 @@ def render(request: Request) -> Rendered:
         str(train): _rows(request, request.data, train, 1),
         str(validation): _rows(request, held_out, validation, group if _collects(merged) else 1),
     }
-    if found := tuple(problems(merged)):
+    if found := (*problems(merged), *_row_problems(merged, counts[str(train)])):
         raise ConfigError(f"{config} would not run well: " + "; ".join(found))
     return Rendered(config, _script(out, nemo_rl, config), counts)
 
@@ -230,6 +230,13 @@ def _sampling_problems(config: DictConfig, polar: PolarConfig) -> Iterator[str]:
         asked, given = getattr(polar.proxy, key), _number(config, "policy", "generation", key)
         if given is not None and given != asked:
             yield f"policy.generation.{key}={given} and polar.proxy.{key}={asked} must be equal"
+
+
+def _row_problems(config: DictConfig, rows: int) -> Iterator[str]:
+    """NeMo-RL's loader drops the last batch that is not full (algorithms/grpo.py, ``drop_last=True``)."""
+    prompts = _number(config, "grpo", "num_prompts_per_step") or 1
+    if rows < prompts and not _collects(config):
+        yield f"{rows} rows do not fill one step of grpo.num_prompts_per_step={prompts:g}: nothing would be trained"
 
 
 def _batch_problems(config: DictConfig) -> Iterator[str]:

@@ -51,7 +51,7 @@ def run(rollouts: Path, sessions: Path, say: Callable[[str], None]) -> int:
         sessions: ``store.sessions``: a directory per session.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or holds no row.
     """
     seen, failed, count = dict[str, int](), 0, 0
     with boundary(ConfigError, f"reading {rollouts}"), rollouts.open(encoding="utf-8") as lines:
@@ -61,6 +61,8 @@ def run(rollouts: Path, sessions: Path, say: Callable[[str], None]) -> int:
                 wrong = [f"this session is also row {before}: it would train twice", *wrong]
             failed += bool(wrong)
             say(f"FAIL {count} {name}: {_shorten(wrong)}" if wrong else f"ok   {count} {name}: {told}")
+    if not count:
+        raise ConfigError(f"{rollouts} holds no row: there is nothing to verify")
     say(f"{count} rows: {count - failed} hold, {failed} do not")
     return failed
 

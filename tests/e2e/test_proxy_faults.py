@@ -217,7 +217,7 @@ async def test_claude_goes_on_from_a_broken_answer_and_that_is_one_turn(calling:
     turn. Either way nothing was sampled twice and the chain is whole."""
     repo = repository(tmp_path / "repo")
     async with await scripted(BreaksOnce, keep_alive=0.2) as proxy:
-        engine = cast("BreaksOnce", proxy._engine)
+        engine = cast("BreaksOnce", proxy.fence._engine)
         engine.calling = calling
         run = await drive(build("claude_code"), repo, proxy, "fix")
         session = proxy.opened[0]

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from polar_env.gym import contract
-from rollout_helpers import AGENT, STORE, adopting, settled
+from rollout_helpers import AGENT, STORE, adopting, below_us, settled
 
 pytestmark = [
     pytest.mark.e2e,
@@ -52,6 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Map
     let_in["PATH"] = f"{BIN}:{let_in['PATH']}"
     port = free_port()
     ports = [f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}", "--port=0"]
+    before = below_us()
     with adopting(), ExitStack() as stack:
         place = stack.enter_context(TemporaryDirectory(prefix="ray", dir="/tmp"))  # its sockets' names must be short
         known = set(psutil.Process().children(recursive=True))
@@ -71,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Map
             assert time.monotonic() < deadline, (token.parent / "said").read_text()
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}", let_in
-    assert settled() == []
+    assert settled(known=before) == []
 
 
 def end(known: set[psutil.Process]) -> None:

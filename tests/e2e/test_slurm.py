@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polar_env.cli import main
-from rollout_helpers import STORE, adopting, settled
+from rollout_helpers import STORE, adopting, below_us, settled
 from slurm_helpers import NODES, NoSlurmError, Slurm, running, unpacked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]  # packages are fetched the first time
@@ -29,13 +29,14 @@ srun --nodes=1 --ntasks=1 -w "${nodes[0]}" bash -c "$COMMAND"
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    before = below_us()
     with adopting():
         try:
             with running(unpacked(STORE / "slurm"), tmp_path_factory.mktemp("slurm")) as made:
                 yield made
         except NoSlurmError as error:
             pytest.skip(str(error))
-        assert settled() == []
+        assert settled(known=before) == []
 
 
 @pytest.fixture

@@ -20,16 +20,17 @@ from polar_env.gym import contract
 from polar_env.gym.environment import PolarEnvironment
 from polar_env.gym.workers import Fleet
 from polar_env.tasks import rows as task_rows
-from rollout_helpers import adopting, settings, settled
+from rollout_helpers import adopting, below_us, settings, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 TASKS = [task.task_id for task in task_rows.load("embedded")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head that runs nothing, and two nodes that offer the resource ``polar``; all gone at the end."""
+    before = below_us()
     with ExitStack() as stack:
         stack.enter_context(adopting())
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -39,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
         ray.init(address=made.address, log_to_driver=False)
         stack.callback(ray.shutdown)
         yield made
-    assert settled(20) == []
+    assert settled(30, known=before) == []
 
 
 async def fleet_settings(tmp_path: Path, **groups: Any) -> PolarConfig:

@@ -47,6 +47,11 @@ class Right:
     def patience(self) -> float:
         return max(LEAST, TIMES * self.seconds)
 
+    @property
+    def need(self) -> float:
+        """Seconds below which a run that is cut tells more of the budget, or of a busy machine, than of the patch."""
+        return 2 * self.seconds
+
 
 def status(statuses: Mapping[str, str], test: str) -> str | None:
     """A test's status; 676 ids of Verified are cut off in their parameters and stand for those they begin."""

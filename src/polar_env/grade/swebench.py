@@ -116,6 +116,11 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
     known = await right(course, tests)
     course = replace(course, timeout=min(timeout, known.patience))
     trial = await run(course, kept.patch, tests)
+    if trial.timed_out and course.timeout < known.need:
+        raise GradeError(
+            f"budget.grade gave the tests {course.timeout:g} s, and the row's own fix took {known.seconds:.1f} s: "
+            "that a run was cut says nothing of the patch; raise budget.grade"
+        )
     found = await asyncio.to_thread(_decide, course, kept.patch, trial)
     found = _noticed(found, trial, known, course)
     gold = str(prepared.task.row.get("patch") or "").encode()

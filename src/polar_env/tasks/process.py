@@ -18,7 +18,6 @@ async def run(
     *,
     env: Mapping[str, str],
     cwd: Path | None = None,
-    stdin: bytes = b"",
     limit: float = 1800.0,
 ) -> bytes:
     """Run ``argv`` and return its standard output.
@@ -36,7 +35,7 @@ async def run(
             *argv,
             cwd=cwd,
             env=dict(env),
-            stdin=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL,  # a pipe: uvloop raises RuntimeError when the child ends first
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -45,7 +44,7 @@ async def run(
         raise SandboxError(f"{doing}: cannot start {argv[0]}: {error}") from error
     try:
         async with asyncio.timeout(limit):
-            out, err = await process.communicate(stdin)
+            out, err = await process.communicate()
     except TimeoutError as error:
         raise SandboxError(f"{doing}: no end after {limit:g} s, killed: {' '.join(argv[-6:])}") from error
     finally:
