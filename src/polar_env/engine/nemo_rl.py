@@ -25,14 +25,12 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import Replicas, ServerFailed, agreed, root, whole, with_v1
+from polar_env.engine.replicas import PROBE, Replicas, ServerFailed, agreed, root, whole, with_v1
 from polar_env.engine.splice import shows_image
 from polar_env.engine.vllm_wire import Assembly, chat_body, prompt_body
 from polar_env.errors import EngineError, EngineRefused
 from polar_env.messages import ChatMessage
-from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, WireApi
-
-_PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
+from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling
 
 _NOT_ITS_OWN = ("return_token_ids", "return_weight_versions", "session_id", "top_k")
 """Fields of a plain vLLM request that this endpoint does not need or refuses."""
@@ -96,7 +94,7 @@ class NemoRlEngine:
             return await self._sample(order, request, sampling, None)
         except ServerFailed as error:
             try:
-                await self._sample(order, _PROBE, replace(sampling, max_tokens=1), None)
+                await self._sample(order, PROBE, replace(sampling, max_tokens=1), None)
             except EngineError:
                 raise error from None
             raise EngineRefused("the engine fails on this request and on no other") from error
@@ -150,7 +148,7 @@ class NemoRlEngine:
 
     async def _check_worker(self, base: str) -> EngineFacts:
         sampling = Sampling(self._config.check_temperature, self._config.check_top_p, max_tokens=8)
-        window = (await self._tokenized(base, _PROBE)).get("max_model_len") or self._config.max_model_len
+        window = (await self._tokenized(base, PROBE)).get("max_model_len") or self._config.max_model_len
         plain = await self._first(base, sampling)
         if breaches := judge("check", plain):
             told = "; ".join(f"{hole.kind}: {hole.detail}" for hole in breaches)
@@ -163,7 +161,7 @@ class NemoRlEngine:
     async def _first(self, base: str, sampling: Sampling) -> EngineReply:
         """A tiny generation. Raises EngineError, for a wrong profile with its remedy."""
         try:
-            _, reply = await self._sample((base,), _PROBE, sampling, None)
+            _, reply = await self._sample((base,), PROBE, sampling, None)
         except ServerFailed as error:
             asked = (_or_one(sampling.temperature), _or_one(sampling.top_p))
             raise EngineError(f"{error}; {_PROFILE.format(*asked)}") from error
@@ -180,7 +178,7 @@ class NemoRlEngine:
             return "prompts are rendered whole (engine.splice=off)"
         odd = plain.prompt_ids + plain.prompt_ids[:1] + plain.sampled_ids
         said = ChatMessage(role="assistant", content=plain.turn.text)
-        request = replace(_PROBE, messages=(*_PROBE.messages, said, *_PROBE.messages))
+        request = replace(PROBE, messages=(*PROBE.messages, said, *PROBE.messages))
         request = replace(request, continues=Continuation("check", odd, messages=2))
         try:
             _, reply = await self._sample((base,), request, sampling, self._prefix(request))

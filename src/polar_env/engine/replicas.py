@@ -18,7 +18,12 @@ from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
 from polar_env.engine.vllm_wire import OVERFLOW, error_text
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow, EngineRefused
+from polar_env.messages import ChatMessage
 from polar_env.proxy.sse import Parser
+from polar_env.types import ModelRequest, WireApi
+
+PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
+"""What every engine's start-up proof asks."""
 
 _DOWN_FOR = 30.0
 """Seconds a replica that refused a connection is tried last; its sessions return when it is back."""
@@ -47,6 +52,8 @@ class Replicas:
     def __init__(self, config: EngineConfig, bases: tuple[str, ...]) -> None:
         self.bases = bases
         self._config = config
+        self.model = config.model
+        """The served model as far as it is known: configured, or told (``served_model``)."""
         self._client: aiohttp.ClientSession | None = None
         self._down: dict[str, float] = {}
 
@@ -145,6 +152,12 @@ class Replicas:
         if not isinstance(answer, dict):
             raise EngineError(f"{url} did not answer with an object; is it a model server?")
         return cast("dict[str, Any]", answer)
+
+    async def served_model(self) -> str:
+        """The configured model, else the one the first replica serves; asked once."""
+        if not self.model:
+            self.model = str((await self.card(self.bases[0], ""))["id"])
+        return self.model
 
     async def card(self, base: str, model: str) -> dict[str, Any]:
         """The model's entry in ``GET {base}/models``; for ``""`` the only or first one."""

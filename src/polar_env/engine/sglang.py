@@ -24,14 +24,12 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session, tokenizer
-from polar_env.engine.replicas import Replicas, agreed, root, whole, with_v1
+from polar_env.engine.replicas import PROBE, Replicas, agreed, root, whole, with_v1
 from polar_env.engine.splice import Splicer, Unspliceable, prove
 from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
 from polar_env.errors import EngineError, EngineRefused
 from polar_env.messages import ChatMessage, ToolSpec
-from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
-
-_PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
+from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 
 _VLLMS_OWN = ("return_weight_versions", "session_id", "top_logprobs")
 _PLAIN_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -50,7 +48,6 @@ class SglangEngine:
             raise EngineError("engine.base_urls is empty; give the SGLang server, such as http://host:30000/v1")
         self._config = config
         self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
-        self._model = config.model
         self._splicer: Splicer | None = None
         self._take_ids: set[str] = set()
         """Replicas that were proved to take ``input_ids``."""
@@ -75,7 +72,7 @@ class SglangEngine:
         """By ``engine.tokenizer`` when there is one, else by the server's ``POST /tokenize``."""
         if self._config.tokenizer is not None:
             return len(await self._render(request.messages, request.tools))
-        body = prompt_body(request, await self._served_model())
+        body = prompt_body(request, await self._replicas.served_model())
         answer = await self._replicas.ask("POST", root(self._replicas.bases[0]) + "/tokenize", body)
         count = answer.get("count")
         if not isinstance(count, int):
@@ -101,7 +98,7 @@ class SglangEngine:
     async def _sample(
         self, order: tuple[str, ...], request: ModelRequest, sampling: Sampling, ids: "array[int] | None"
     ) -> tuple[list[Delta], EngineReply]:
-        model = await self._served_model()
+        model = await self._replicas.served_model()
         body = chat_body(request, sampling, "", model, stream=False)
         body = {name: value for name, value in body.items() if name not in _VLLMS_OWN}
         body = _PLAIN_SAMPLING | body | {"return_prompt_token_ids": True, "return_meta_info": True}
@@ -126,18 +123,13 @@ class SglangEngine:
         words = await asyncio.to_thread(tokenizer.load, self._config.tokenizer)
         return await asyncio.to_thread(words.render, messages, tools)
 
-    async def _served_model(self) -> str:
-        if not self._model:
-            self._model = str((await self._replicas.card(self._replicas.bases[0], ""))["id"])
-        return self._model
-
     # --- the start-up proof ------------------------------------------------------------------------------------
 
     async def _check_replica(self, base: str) -> EngineFacts:
-        card = await self._replicas.card(base, self._model)
+        card = await self._replicas.card(base, self._replicas.model)
         sampling = Sampling(max_tokens=8)
         try:
-            _, plain = await self._sample((base,), _PROBE, sampling, None)
+            _, plain = await self._sample((base,), PROBE, sampling, None)
         except EngineRefused as refused:
             raise EngineError(
                 f"{base} refused a plain question ({refused}); is it SGLang 0.5.13 or newer?"
@@ -166,11 +158,11 @@ class SglangEngine:
         """Raises EngineError: no tokenizer, another template, one that cannot be cut, or a server that ignores ids."""
         if self._config.tokenizer is None:
             raise Unspliceable("set engine.tokenizer to a directory with the served model's tokenizer and template")
-        if await self._render(_PROBE.messages, ()) != plain.prompt_ids:
+        if await self._render(PROBE.messages, ()) != plain.prompt_ids:
             raise Unspliceable("engine.tokenizer renders other ids than the server; copy the served model's own files")
         self._splicer = self._splicer or await prove(self._render)
         odd = plain.prompt_ids + plain.prompt_ids[:1]  # no rendering gives these
-        _, reply = await self._sample((base,), _PROBE, Sampling(max_tokens=8), odd)
+        _, reply = await self._sample((base,), PROBE, Sampling(max_tokens=8), odd)
         if not reply.spliced:
             raise Unspliceable("the server does not take input_ids as the prompt")
         self._take_ids.add(base)

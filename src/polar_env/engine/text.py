@@ -18,13 +18,10 @@ from urllib.parse import urlsplit
 
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import Accepted, Replicas, chunks
+from polar_env.engine.replicas import PROBE, Accepted, Replicas, chunks
 from polar_env.engine.vllm_wire import Assembly, chat_body
 from polar_env.errors import EngineError, EngineRefused
-from polar_env.messages import ChatMessage
-from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
-
-_PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
+from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
 
 _OURS = ("logprobs", "top_logprobs", "return_token_ids", "return_weight_versions", "session_id")
 """Fields of a vLLM request that an API may refuse as unknown."""
@@ -45,7 +42,6 @@ class TextEngine:
             raise EngineError("engine.base_urls is empty; give the API's base, such as https://host/v1")
         self._config = config
         self._replicas = Replicas(config, tuple(_base(url) for url in config.base_urls))
-        self._model = config.model
         self._cap = "max_tokens"
         """The API's name for the most tokens it may sample."""
 
@@ -57,7 +53,7 @@ class TextEngine:
             f"the context window is engine.max_model_len ({self._config.max_model_len}); the API does not tell",
         )
         return EngineFacts(
-            self._model, self._config.max_model_len, min(versions), real_tensors=False, notes=notes, ids=False
+            self._replicas.model, self._config.max_model_len, min(versions), real_tensors=False, notes=notes, ids=False
         )
 
     async def generate(
@@ -82,7 +78,7 @@ class TextEngine:
     async def _sample(
         self, order: tuple[str, ...], request: ModelRequest, sampling: Sampling
     ) -> AsyncGenerator[Delta | EngineReply, None]:
-        model, answer = await self._served_model(), Assembly()
+        model, answer = await self._replicas.served_model(), Assembly()
         async with (
             self._open(order, self._body(request, sampling, model)) as at,
             contextlib.aclosing(chunks(at.response)) as parts,
@@ -121,22 +117,17 @@ class TextEngine:
             body[self._cap] = body.pop("max_tokens")
         return body
 
-    async def _served_model(self) -> str:
-        if not self._model:
-            self._model = str((await self._replicas.card(self._replicas.bases[0], ""))["id"])
-        return self._model
-
     async def _try(self, base: str) -> str:
         """The version that one tiny generation names."""
         sampling = Sampling(max_tokens=_PROBE_TOKENS)
         try:
-            async with contextlib.aclosing(self._sample((base,), _PROBE, sampling)) as parts:
+            async with contextlib.aclosing(self._sample((base,), PROBE, sampling)) as parts:
                 replies = [part async for part in parts if isinstance(part, EngineReply)]
         except EngineRefused as refused:
             raise EngineError(f"{base} refused a plain question ({refused}); is it a chat API?") from refused
         turn = replies[0].turn
         if not (turn.text or turn.reasoning or turn.tool_calls):
-            raise EngineError(f"{base} answered with no words; is {self._model!r} a chat model?")
+            raise EngineError(f"{base} answered with no words; is {self._replicas.model!r} a chat model?")
         return replies[0].policy_version
 
 

@@ -21,18 +21,16 @@ import aiohttp
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import Accepted, Replicas, chunks, parsed, root, with_v1
+from polar_env.engine.replicas import PROBE, Accepted, Replicas, agreed, chunks, parsed, root, with_v1
 from polar_env.engine.splice import Unspliceable
 from polar_env.engine.vllm_splice import GENERATE, Plan, TokenRoute
 from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
 from polar_env.errors import EngineError
 from polar_env.messages import ChatMessage
-from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, StopReason, WireApi
+from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, StopReason
 
 _NEVER_SET = "default"
 """vLLM's weight version until somebody sets one (vllm/v1/engine/core.py)."""
-
-_PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
 
 
 class VllmEngine:
@@ -44,7 +42,6 @@ class VllmEngine:
             raise EngineError("engine.base_urls is empty; give the vLLM server, such as http://host:8000/v1")
         self._config = config
         self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
-        self._model = config.model
         self._no_weight_info: set[str] = set()
         self._fingerprints: dict[str, str] = {}
         self._tokens = TokenRoute(self._replicas, config.stream)
@@ -55,10 +52,7 @@ class VllmEngine:
 
     async def check(self) -> EngineFacts:
         """Prove every replica with two tiny generations. Raises EngineError naming the replica and what to change."""
-        found = [await self._check_replica(base) for base in self._replicas.bases]
-        if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
-            raise EngineError(f"the replicas serve different models: {[facts.model for facts in found]}")
-        return replace(found[0], notes=tuple(dict.fromkeys(note for facts in found for note in facts.notes)))
+        return agreed([await self._check_replica(base) for base in self._replicas.bases])
 
     async def generate(
         self, request: ModelRequest, sampling: Sampling, session: Session
@@ -73,7 +67,7 @@ class VllmEngine:
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Prompt length by ``POST /tokenize``, which renders messages and tools as a generation would."""
-        body = prompt_body(request, await self._served_model()) | {"add_generation_prompt": True}
+        body = prompt_body(request, await self._replicas.served_model()) | {"add_generation_prompt": True}
         answer = await self._replicas.ask("POST", root(self._replicas.bases[0]) + "/tokenize", body)
         count = answer.get("count")
         if not isinstance(count, int):
@@ -89,7 +83,7 @@ class VllmEngine:
     async def _sample(
         self, order: tuple[str, ...], request: ModelRequest, sampling: Sampling, session: Session
     ) -> AsyncGenerator[Delta | EngineReply, None]:
-        model = await self._served_model()
+        model = await self._replicas.served_model()
         body = chat_body(request, sampling, session.session_id, model, self._config.stream)
         answer = Assembly()
         async with (
@@ -111,7 +105,7 @@ class VllmEngine:
         if request.continues is None or self._config.splice == "off":
             return None
         try:
-            return await self._tokens.plan(order, request, sampling, session, await self._served_model())
+            return await self._tokens.plan(order, request, sampling, session, await self._replicas.served_model())
         except Unspliceable as reason:
             self.unspliced[str(reason)] += 1
             return None
@@ -163,15 +157,10 @@ class VllmEngine:
             self._no_weight_info.add(server)
         return str(version or "")
 
-    async def _served_model(self) -> str:
-        if not self._model:
-            self._model = str((await self._replicas.card(self._replicas.bases[0], ""))["id"])
-        return self._model
-
     # --- the start-up proof ------------------------------------------------------------------------------------
 
     async def _check_replica(self, base: str) -> EngineFacts:
-        card = await self._replicas.card(base, self._model)
+        card = await self._replicas.card(base, self._replicas.model)
         plain = await self._tiny(base, Sampling(temperature=1.0, top_p=1.0, max_tokens=8))
         if breaches := judge("check", plain):
             told = "; ".join(f"{hole.kind}: {hole.detail}" for hole in breaches)
@@ -210,15 +199,15 @@ class VllmEngine:
         said = ChatMessage(role="assistant", content=plain.turn.text)
         ids = plain.prompt_ids + plain.sampled_ids
         carried = Continuation("check", ids, messages=2, cut=plain.turn.stop is StopReason.LENGTH)
-        request = replace(_PROBE, messages=(*_PROBE.messages, said, *_PROBE.messages), continues=carried)
+        request = replace(PROBE, messages=(*PROBE.messages, said, *PROBE.messages), continues=carried)
         sampling, session = Sampling(temperature=1.0, top_p=1.0, max_tokens=8), Session("check")
-        plan = await self._tokens.plan((base,), request, sampling, session, await self._served_model())
+        plan = await self._tokens.plan((base,), request, sampling, session, await self._replicas.served_model())
         reply = await _last(self._sample_behind(plan), base)
         if breaches := judge("check", reply):
             raise EngineError("; ".join(f"{hole.kind}: {hole.detail}" for hole in breaches))
 
     async def _tiny(self, base: str, sampling: Sampling) -> EngineReply:
-        return await _last(self._sample((base,), _PROBE, sampling, Session("check")), base)
+        return await _last(self._sample((base,), PROBE, sampling, Session("check")), base)
 
 
 async def _last(source: AsyncGenerator[Delta | EngineReply, None], base: str) -> EngineReply:
