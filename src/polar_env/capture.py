@@ -88,8 +88,8 @@ class Ledger:
         self.session_id = session_id
         self._log = log
         self._records = RecordStore()
-        self._indices: set[int] = set()
-        self._delivered: set[str] = set()
+        self._undelivered: set[str] = set()
+        """Committed calls whose reply is on its way; nearly all calls of a session are not in it."""
         self._superseded: set[str] = set()
         self._holes: list[Hole] = []
         self._sealed: SealedLedger | None = None
@@ -104,7 +104,7 @@ class Ledger:
         """
         self._admit(record)
         placed = self._records.add(record)
-        self._indices.add(record.index)
+        self._undelivered.add(record.call_id)
         if self._log is None:
             return
         try:
@@ -118,9 +118,10 @@ class Ledger:
         return self._records.ids(call_id)
 
     def mark_delivered(self, call_id: str) -> None:
-        """The reply reached the client in full. Ignored after ``seal``: the verdict on the session is closed."""
-        if self._sealed is None and call_id not in self._delivered:
-            self._delivered.add(call_id)
+        """The reply of a committed call reached the client in full. Ignored after ``seal``: the session's verdict is
+        closed."""
+        if self._sealed is None and call_id in self._undelivered:
+            self._undelivered.remove(call_id)
             self._note(FrameKind.DELIVERED, call_id=call_id)
 
     def mark_superseded(self, call_id: str) -> None:
@@ -148,7 +149,7 @@ class Ledger:
             raise CaptureError(f"call {record.call_id} came after session {self.session_id} was sealed")
         if record.session_id != self.session_id:
             raise CaptureError(f"call {record.call_id} belongs to session {record.session_id}, not {self.session_id}")
-        if record.call_id in self._records or record.index in self._indices:
+        if record.call_id in self._records or any(record.index == known.index for known in self._records):
             raise CaptureError(f"call {record.call_id} (index {record.index}) was committed before")
 
     def _lose(self, record: CallRecord, error: CaptureError) -> None:
@@ -163,7 +164,7 @@ class Ledger:
         return SealedLedger(
             session_id=self.session_id,
             records=self._records.records(),
-            delivered=frozenset(self._delivered),
+            delivered=frozenset(record.call_id for record in self._records) - self._undelivered,
             superseded=frozenset(self._superseded),
             holes=(*self._holes, *(hole for record in self._records.bare() for hole in record.holes)),
         )

@@ -92,9 +92,10 @@ class History:
         state = _content_key(place.state, turn.text, calls)
         cut = turn.stop is StopReason.LENGTH
         said = _Said(call_id, index, thread, cut, state, _words(turn.text), _words(turn.reasoning))
+        alone = (said,)  # one for both keys: a session keeps it for every call
         for key in {state, _id_key(place.state, [call.id for call in turn.tool_calls])} - {_NOTHING}:
-            known = (*self._said.get(key, ()), said)
-            self._said[key] = tuple(sorted(known, key=lambda one: one.index, reverse=True))
+            known = self._said.get(key)
+            self._said[key] = tuple(sorted((*known, said), key=lambda one: -one.index)) if known else alone
 
     def _echoed(self, state: bytes, message: ChatMessage, thread: str) -> _Said | None:
         """The call that said this when it was given the history ``state``."""

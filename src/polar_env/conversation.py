@@ -31,7 +31,8 @@ class Writer:
     """Requests of one session as (header, body) of log frames. Holds digests only: a live session costs little."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[str, int]] = {}
+        self._known: dict[bytes, str] = {}
+        """Digest of the first messages of a call, for every number of them -> the first call that began so."""
         self._tools: dict[bytes, str] = {}
 
     def encode(self, call_id: str, request: ModelRequest) -> tuple[dict[str, Any], bytes]:
@@ -50,9 +51,9 @@ class Writer:
         digest = b""
         for count, message in enumerate(packed, start=1):
             digest = hashlib.sha256(digest + message).digest()
-            known = self._known.setdefault(digest, (call_id, count))
-            if known[0] != call_id:
-                found = known
+            holder = self._known.setdefault(digest, call_id)
+            if holder != call_id:
+                found = holder, count
         return found
 
 

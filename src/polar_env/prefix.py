@@ -5,8 +5,9 @@ only the ids that no earlier call had at that place after the same beginning, so
 """
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,8 @@ class Line:
             more = ids[at : at + BLOCK - self._length % BLOCK]
             self._blocks[-1].extend(more)
             self._length, at = self._length + len(more), at + len(more)
+            if self._length % BLOCK == 0:
+                self._blocks[-1] = self._blocks[-1][:]  # without the sixteenth that arrays keep free to grow into
 
     def agrees(self, at: int, ids: Ids) -> int:
         """How many of ``ids`` are here from offset ``at`` on."""
@@ -78,10 +81,17 @@ class Entry:
 
     name: str
     group: str
+    prompt: int
+    """How many of its ids are the prompt's."""
     length: int
+    run: "_Run" = field(repr=False, compare=False)
+    """Where its last id lies."""
 
     def __len__(self) -> int:
         return self.length
+
+
+_LENGTH = attrgetter("length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +115,8 @@ class _Run:
     start: int = 0
     above: "_Run | None" = None
     ids: Line = field(default_factory=Line)
-    ends: list[int] = field(default_factory=list[int])
-    """Offsets at which calls end, ascending; the run's own end is always the last."""
     calls: list[Entry] = field(default_factory=list[Entry])
-    """The call that ends at each of ``ends``; equal ones in order of arrival."""
+    """Those that end here, by length, equal ones in order of arrival; the last ends where the run does."""
     branches: "dict[tuple[int, int], _Run]" = field(default_factory=dict[tuple[int, int], "_Run"])
     """(offset, first id there) -> run."""
 
@@ -127,22 +135,20 @@ class _Run:
 
     def take(self, call: Entry) -> None:
         """``call`` ends in this run."""
-        at = bisect_right(self.ends, call.length)
-        self.ends.insert(at, call.length)
-        self.calls.insert(at, call)
+        insort(self.calls, call, key=_LENGTH)
 
     def longest(self, limit: int, group: str) -> Entry | None:
         """The longest call of at most ``limit`` ids that ends here; of equal ones the first of ``group``, else the
         first."""
-        at = bisect_right(self.ends, limit)
+        at = bisect_right(self.calls, limit, key=_LENGTH)
         if not at:
             return None
-        equal = self.calls[bisect_left(self.ends, self.ends[at - 1]) : at]
+        equal = self.calls[bisect_left(self.calls, len(self.calls[at - 1]), key=_LENGTH) : at]
         return next((call for call in equal if call.group == group), equal[0])
 
     def reaching(self, at: int) -> Entry:
         """The shortest call that ends here and holds all ids before ``at``."""
-        return self.calls[bisect_left(self.ends, at)]
+        return self.calls[bisect_left(self.calls, at, key=_LENGTH)]
 
 
 _Steps = list[tuple[_Run, int]]
@@ -171,41 +177,41 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._root = _Run()
-        self._places: dict[str, tuple[_Run, int, int]] = {}
+        self._calls: dict[str, Entry] = {}
 
     def add(self, name: str, prompt: "array[int]", sampled: "array[int]", group: str = "") -> Placed:
         """Take a call in, copying the ids that are new; says which earlier calls it continues and shares ids with."""
         steps = _follow(self._root, 0, prompt)
         run, at = steps[-1]
         placed = Placed(_longest(steps, len(prompt), group), run.reaching(at).name if at else None, at)
-        self._store(run, at, prompt[at:], Entry(name, group, len(prompt) + len(sampled)), sampled)
+        self._store(run, at, (name, group), prompt[at:], sampled)
         return placed
 
     def add_after(self, base: str, shared: int, name: str, prompt: "array[int]", sampled: "array[int]") -> None:
         """``add`` for a prompt of which the first ``shared`` ids are those of the call ``base``, and ``prompt`` the
         rest: none of the shared ids is looked at. Raises KeyError."""
-        run = self._places[base][0]
+        run = self._calls[base].run
         while run.above is not None and shared <= run.start:
             run = run.above
         run, at = _follow(run, shared, prompt)[-1]
-        call = Entry(name, "", shared + len(prompt) + len(sampled))
-        self._store(run, at, prompt[at - shared :], call, sampled)
+        self._store(run, at, (name, ""), prompt[at - shared :], sampled)
 
     def longest(self, prompt: "array[int]", group: str = "") -> Entry | None:
         """The longest call that ``prompt`` strictly extends; of equal sequences one in ``group``, else the first."""
         return _longest(_follow(self._root, 0, prompt), len(prompt), group)
 
-    def _store(self, run: _Run, at: int, new: "array[int]", call: Entry, sampled: "array[int]") -> None:
-        """Put a call's ids behind offset ``at`` of ``run``: what of its prompt is ``new``, and what was sampled."""
+    def _store(self, run: _Run, at: int, called: tuple[str, str], new: "array[int]", sampled: "array[int]") -> None:
+        """Put a call's ids behind offset ``at`` of ``run``: what of its prompt is ``new``, and what was sampled.
+        ``called``: its name and group."""
         prompt = at + len(new)
         if not new:
             run, at = _follow(run, at, sampled)[-1]
         rest = new + sampled if new else sampled[at - prompt :]
         if rest:
             run = run.grow(at, rest)
+        call = self._calls[called[0]] = Entry(*called, prompt, prompt + len(sampled), run)
         if len(call):
             run.take(call)
-        self._places[call.name] = run, prompt, len(call)
 
     @property
     def held(self) -> int:
@@ -219,13 +225,13 @@ class PrefixIndex:
 
     def ids(self, name: str) -> "array[int]":
         """[P + S]: a call's prompt and sampled ids. Raises KeyError."""
-        run, _, length = self._places[name]
-        return _cut(run, 0, length)
+        call = self._calls[name]
+        return _cut(call.run, 0, len(call))
 
     def parts(self, name: str) -> tuple["array[int]", "array[int]"]:
         """([P], [S]): a call's prompt and sampled ids. Raises KeyError."""
-        run, prompt, length = self._places[name]
-        return _cut(run, 0, prompt), _cut(run, prompt, length)
+        call = self._calls[name]
+        return _cut(call.run, 0, call.prompt), _cut(call.run, call.prompt, len(call))
 
 
 def _longest(steps: _Steps, length: int, group: str) -> Entry | None:

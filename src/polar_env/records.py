@@ -29,15 +29,19 @@ class RecordStore:
     def __contains__(self, call_id: object) -> bool:
         return call_id in self._bare
 
+    def __iter__(self) -> Iterator[CallRecord]:
+        """Those taken in, in that order, without ids."""
+        return iter(self._bare.values())
+
     def add(self, record: CallRecord) -> Placed:
         """Take a record in; says which earlier call begins as its prompt does."""
-        self._bare[record.call_id] = _with_ids(record, NO_IDS, NO_IDS)
+        self._bare[record.call_id] = _without_ids(record)
         return self._ids.add(record.call_id, record.prompt_ids, record.sampled_ids)
 
     def add_after(self, record: CallRecord, base: str, shared: int) -> None:
         """Take in a record whose ``prompt_ids`` lack the first ``shared`` ids of the call ``base``. Raises KeyError."""
         self._ids.add_after(base, shared, record.call_id, record.prompt_ids, record.sampled_ids)
-        self._bare[record.call_id] = _with_ids(record, NO_IDS, NO_IDS)
+        self._bare[record.call_id] = _without_ids(record)
 
     def drop(self, call_id: str) -> None:
         """Forget a record. Its ids stay, for the calls that share them."""
@@ -92,6 +96,11 @@ class Records(Sequence[CallRecord]):
         if self._whole is None:
             self._whole = tuple(_with_ids(record, *self._ids.parts(record.call_id)) for record in self._bare)
         return self._whole
+
+
+def _without_ids(record: CallRecord) -> CallRecord:
+    """``record`` without ids. Its log-probs are copied: an array that was filled piece by piece keeps room to grow."""
+    return replace(record, prompt_ids=NO_IDS, sampled_ids=NO_IDS, log_probs=record.log_probs[:])
 
 
 def _with_ids(record: CallRecord, prompt: "array[int]", sampled: "array[int]") -> CallRecord:

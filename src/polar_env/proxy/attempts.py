@@ -92,7 +92,13 @@ class Attempt:
     """One generation: filled by the session's task, read by any number of requests at once.
 
     It ends in exactly one of two ways: ``committed`` (``turn`` is set and safe to hand over) or failed (``error``).
+    Slotted, because a session keeps one for every call.
     """
+
+    __slots__ = (
+        *("call_id", "index", "deltas", "turn", "error", "committed", "recorded", "delivered", "task"),
+        *("_grace", "_left", "_pulse", "_readers", "_timer"),
+    )
 
     def __init__(self, call_id: str, index: int, grace: float) -> None:
         self.call_id = call_id
