@@ -73,11 +73,11 @@ def test_nemo_rl_gets_the_rows_themselves_without_the_other_chains(four: list[Fi
 
 
 def test_a_row_nemo_rl_would_refuse_is_left_out_and_counted(four: list[Finished], tmp_path: Path) -> None:
-    bad = Finished(four[0].row | {"reward": 0.5}, four[0].sessions)
+    bad = Finished(four[0].row | {"reward": 0.3}, four[0].sessions)
     lines, job = exported([bad, four[1]], "nemo_rl", tmp_path)
     assert len(lines) == 1
     ((reason, count),) = job.skipped.items()
-    assert (count, "rule 2: reward must be 0.0 or 1.0" in reason) == (1, True)
+    assert (count, "rule 2: reward must be in [0, 1]" in reason) == (1, True)
 
 
 def test_neutral_has_every_chain_of_every_rollout_masked_ones_too(four: list[Finished], tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import itertools
 
+import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polar_env.config import RewardConfig
 from polar_env.reward import ENDINGS, FLAGS, REWARDS, Ending, Worth, decide
 from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision
-from polar_env.verdict import Flag, Verdict, VerdictStatus
+from polar_env.verdict import GRAIN, Flag, Verdict, VerdictStatus
 
 PRODUCT = list(itertools.product(Outcome, (None, *VerdictStatus), (True, False), (True, False)))
 
@@ -30,7 +33,14 @@ def test_only_a_graded_and_whole_rollout_of_the_agents_own_doing_trains(
     decision = judged(outcome, status, complete, train_timeouts)
     by_the_agent = outcome is Outcome.COMPLETED or (
         train_timeouts
-        and outcome in {Outcome.AGENT_ERROR, Outcome.AGENT_TIMEOUT, Outcome.TURN_LIMIT, Outcome.CONTEXT_OVERFLOW}
+        and outcome
+        in {
+            Outcome.AGENT_ERROR,
+            Outcome.AGENT_TIMEOUT,
+            Outcome.TURN_LIMIT,
+            Outcome.CONTEXT_OVERFLOW,
+            Outcome.GROUP_TIMEOUT,
+        }
     )
     trains = by_the_agent and complete and status not in (None, VerdictStatus.ERROR)
     assert decision.masked is not trains
@@ -55,6 +65,44 @@ def test_no_infrastructure_failure_is_a_zero_that_trains(outcome: Outcome) -> No
 )
 def test_a_masked_rollout_says_why(decision: RewardDecision, reason: str) -> None:
     assert decision == RewardDecision(0.0, True, reason)
+
+
+# --- rewards in between -----------------------------------------------------------------------------------------
+
+
+def scored(score: float, status: VerdictStatus = VerdictStatus.UNRESOLVED, *flags: Flag) -> RewardDecision:
+    return decide(Outcome.COMPLETED, Verdict(status, score=score, flags=flags), True, RewardConfig())
+
+
+@given(st.floats(0.0, 1.0))
+def test_a_score_is_the_reward_to_the_grain_and_its_ends_are_exact(score: float) -> None:
+    reward = scored(score).reward
+    assert abs(reward - score) <= 0.5 / GRAIN
+    assert (reward * GRAIN).is_integer()
+    assert (scored(0.0).reward, scored(1.0).reward) == (0.0, 1.0)
+
+
+@given(st.floats(0.0, 1.0), st.integers(2, 256))
+def test_a_group_that_scored_alike_has_no_spread_in_single_precision(score: float, size: int) -> None:
+    """NeMo-RL's own arithmetic: sums of rewards and of squares, each leaving one out, in float32."""
+    rewards = numpy.full(size, scored(score).reward, dtype=numpy.float32)
+    others = 1 - numpy.eye(size, dtype=numpy.float32)
+    count = numpy.float32(size - 1)
+    mean, square = others @ rewards / count, others @ (rewards * rewards) / count
+    assert (mean == rewards).all()
+    assert (square == mean * mean).all()
+
+
+@pytest.mark.parametrize("status", sorted(set(VerdictStatus) - {VerdictStatus.RESOLVED, VerdictStatus.UNRESOLVED}))
+def test_a_score_of_what_was_not_graded_is_nothing(status: VerdictStatus) -> None:
+    assert scored(1.0, status).reward == 0.0
+
+
+def test_a_costly_flag_takes_the_score_too() -> None:
+    assert scored(0.75, VerdictStatus.UNRESOLVED, Flag.FORCED_PASS) == RewardDecision(0.0, False)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------
 
 
 def flagged(status: VerdictStatus, *flags: Flag, official: bool = True, **worth: Worth) -> RewardDecision:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from polar_env.types import INFRASTRUCTURE, Outcome, RewardDecision
-from polar_env.verdict import Flag, Verdict, VerdictStatus
+from polar_env.verdict import GRAIN, Flag, Verdict, VerdictStatus
 
 Worth = Literal["zero", "mask", "report"]
 """What a flag does to a rollout: reward 0, masked, or only told on the row."""
@@ -53,8 +53,7 @@ REWARDS: Mapping[VerdictStatus, float | None] = {
     VerdictStatus.REFUSED: 0.0,
     VerdictStatus.ERROR: None,
 }
-"""Reward of a finding; ``None``: the grader failed, so nothing is known. 0.0 and 1.0 only: both are exact in
-binary, so equal rewards of a group give advantages of exactly 0 (NeMo-RL rule 15)."""
+"""Reward of a finding without a score; ``None``: the grader failed, so nothing is known."""
 
 
 FLAGS: Mapping[Flag, Worth] = {
@@ -98,6 +97,8 @@ def _reward(verdict: Verdict, config: Policy) -> float:
         return 0.0
     if verdict.status is VerdictStatus.REFUSED and verdict.flags:  # every reason to refuse it was made a mere report
         return float(verdict.official)
+    if verdict.score is not None and verdict.status in (VerdictStatus.RESOLVED, VerdictStatus.UNRESOLVED):
+        return round(min(max(verdict.score, 0.0), 1.0) * GRAIN) / GRAIN
     return REWARDS[verdict.status] or 0.0
 
 

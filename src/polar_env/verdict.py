@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+GRAIN = 256
+"""Rewards are multiples of 1/GRAIN: exact in binary, and so are their squares and the sums of both over a group of up
+to 256 in single precision. Of equal rewards of any other kind a trainer's mean and spread may be off by a last bit, and
+the advantages in the thousands (NeMo-RL, ``calculate_baseline_and_std_per_prompt``)."""
+
 
 class VerdictStatus(StrEnum):
     """What the grader found. Only ``ERROR`` is infrastructure; the rest are facts about the patch."""
@@ -61,3 +66,6 @@ class Verdict:
     """Sorted, each once."""
     official: bool = False
     """The official report called it resolved, whatever else was found."""
+    score: float | None = None
+    """In [0, 1]: what a grader gave that knows more than yes and no. It is the reward of a patch that was graded
+    (resolved or unresolved), rounded to ``GRAIN``; ``None``: the status alone decides."""

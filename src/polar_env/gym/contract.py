@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from polar_env.errors import PolarError
+from polar_env.verdict import GRAIN
 
 Row = Mapping[str, Any]
 
@@ -24,9 +25,6 @@ TOOL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>
 LEAKS = (*THINK_TAGS, *TOOL_TAGS)
 """Markup that the SWE recipes punish with -5 inside an output_text item: NeMo-RL's default ``thinking_tags`` and
 ``invalid_tool_call_patterns`` (``environments/nemo_gym.py``)."""
-
-REWARDS = (0.0, 1.0)
-"""Exact in binary: equal rewards of any other size may differ from their own mean (rule 15)."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -118,10 +116,15 @@ def _shape(row: Row) -> Iterator[str]:
     if not isinstance(params, Mapping) or "input" not in params:
         yield "rule 2: responses_create_params.input must be echoed"
     reward = row.get("reward")
-    if isinstance(reward, bool) or reward not in REWARDS:
-        yield f"rule 2: reward must be 0.0 or 1.0, not {reward!r}"
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not _exact(reward):
+        yield f"rule 2: reward must be in [0, 1] and a multiple of 1/{GRAIN}, not {reward!r}"
     elif (parts := row.get("reward_components")) and not _adds_up(parts, reward):
         yield f"rule 2: reward_components must add up to the reward, {reward!r}: {parts!r}"
+
+
+def _exact(reward: float) -> bool:
+    """Rule 15."""
+    return 0.0 <= reward <= 1.0 and (reward * GRAIN).is_integer()
 
 
 def _adds_up(parts: Any, reward: float) -> bool:

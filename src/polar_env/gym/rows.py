@@ -269,7 +269,8 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
 
 def told(verdict: Verdict) -> dict[str, Any]:
     """A verdict as a row tells it (``polar.verdict``)."""
-    return asdict(verdict) | {"status": verdict.status.value, "detail": clean(verdict.detail)}
+    plain = asdict(verdict) | {"status": verdict.status.value, "detail": clean(verdict.detail)}
+    return {key: value for key, value in plain.items() if key != "score" or value is not None}
 
 
 def text_only(records: Iterable[CallRecord]) -> bool:

@@ -18,13 +18,15 @@ ENV_PREFIX = "/opt/testbed-env"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One SWE-bench-shaped task. ``row`` is the dataset row, v5 schema (instance_id, patch, eval_script, ...)."""
+    """One task. ``row`` is the dataset row as its grader reads it: SWE-bench's v5 schema for most (``tasks.rows``)."""
 
     task_id: str
     instruction: str
     row: Mapping[str, Any]
     source: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """How to make the repository and environment: ``{"kind": "sdist"|"git"|"embedded"|"image"|"sif", ...}``."""
+    grader: str = "swebench"
+    """Who grades it: a name of ``grade.GRADERS``, or ``module:Class``."""
 
 
 @dataclass(frozen=True, slots=True)

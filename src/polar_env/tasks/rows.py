@@ -15,7 +15,7 @@ import gzip
 import importlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,31 +25,20 @@ import pyarrow.parquet as parquet
 
 from polar_env.config import environment
 from polar_env.errors import ConfigError
-from polar_env.tasks import WORKDIR, Task
+from polar_env.tasks import Task, custom_rows, swebench_rows
 from polar_env.tasks.embedded_rows import embedded_rows
-from polar_env.tasks.sources import sdist_table
 
 _LOG = logging.getLogger(__name__)
 
 DATA_VARIABLE = "POLAR_SWEBENCH_DATA"
 
-_TEXT_FIELDS = (
-    "instance_id",
-    "repo",
-    "version",
-    "base_commit",
-    "patch",
-    "test_patch",
-    "problem_statement",
-    "eval_script",
-    "log_parser",
-    "eval_type",
-)
-_MAY_BE_EMPTY = frozenset({"patch", "test_patch", "version"})
-_LIST_FIELDS = ("FAIL_TO_PASS", "PASS_TO_PASS")
-_EVAL_TYPES = ("pass_and_fail", "fail_only")
-_SOURCE_KINDS = ("sdist", "git", "embedded", "image", "sif")
 _SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+
+SHAPES: Mapping[str, Callable[[Mapping[str, Any], str], Task]] = {
+    "swebench": swebench_rows.task,
+    "module:Class": custom_rows.task,
+}
+"""What a row may say its grader is (``polar_grader``) -> how the row, and where it stands, becomes a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +100,17 @@ def task_of(row: Mapping[str, Any], where: str = "row") -> Task:
     """One validated task. ``where`` names the row in errors. Raises ConfigError."""
     name = row.get("instance_id")
     where = f"{where} ({name})" if isinstance(name, str) and name and name not in where else where
-    clean = _validated(row, where)
-    return Task(str(clean["instance_id"]), instruction(clean), clean, _source_of(clean, where))
+    return SHAPES[_shape(row, where)](row, where)
 
 
-def instruction(row: Mapping[str, Any]) -> str:
-    """What the agent is asked. The same for every rollout of a task: no dates, ids or host paths in it."""
-    return (
-        f"The git repository in {WORKDIR} has the problem described below. Change its source code so that the problem "
-        "is solved.\n\n"
-        f"<issue>\n{str(row['problem_statement']).strip()}\n</issue>\n\n"
-        "What counts:\n"
-        f"- Work in {WORKDIR}. `python` there is the project's own environment with everything installed; there is no "
-        "network.\n"
-        "- Fix the cause in the project's code, completely and for the general case, not only for the example given.\n"
-        "- Leave existing tests and test configuration as they are. Hidden tests decide, and they replace test files.\n"
-        "- Check your change by running the relevant tests or a small script; delete scripts you made for that.\n"
-        "- Leave the change in the working tree. There is nothing to commit or to submit.\n"
-    )
+def _shape(row: Mapping[str, Any], where: str) -> str:
+    """The row's own word (``polar_grader``), else what its fields look like."""
+    told = row.get("polar_grader")
+    if told is None:
+        return "swebench"
+    if isinstance(told, str) and (told in SHAPES or ":" in told):
+        return told if told in SHAPES else "module:Class"
+    raise ConfigError(f"{where}: field 'polar_grader' must be one of {', '.join(SHAPES)}, not {told!r:.60}")
 
 
 def _files(data: str, shown: str) -> Source:
@@ -205,47 +187,3 @@ def _hub(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
         ) from error
     for number, row in enumerate(table):
         yield f"{source.dataset} row {number}", dict(row)
-
-
-def _validated(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    clean = {"image": ""} | dict(row)
-    for field in _TEXT_FIELDS:
-        if field not in row:
-            near = difflib.get_close_matches(field, [key for key in row if key not in _TEXT_FIELDS], n=1, cutoff=0.75)
-            hint = f"is it called {near[0]!r}?" if near else "rows of SWE-bench before v5 lack it: take the v5 dataset"
-            raise ConfigError(f"{where}: field {field!r} is missing; {hint}")
-        value = row[field]
-        if not isinstance(value, str) or (not value.strip() and field not in _MAY_BE_EMPTY):
-            raise ConfigError(f"{where}: field {field!r} must be a non-empty text, not {value!r:.60}")
-    for field in _LIST_FIELDS:
-        clean[field] = _test_list(row, field, where)
-    if row["eval_type"] not in _EVAL_TYPES:
-        raise ConfigError(f"{where}: field 'eval_type' must be one of {', '.join(_EVAL_TYPES)}")
-    if not clean["FAIL_TO_PASS"]:
-        raise ConfigError(f"{where}: field 'FAIL_TO_PASS' is empty: every patch would be resolved; leave the row out")
-    return clean
-
-
-def _test_list(row: Mapping[str, Any], field: str, where: str) -> list[str]:
-    """Test ids, given as a list or as the JSON text of one (both are in circulation)."""
-    value = row.get(field)
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in cast("list[object]", value)):
-        raise ConfigError(f"{where}: field {field!r} must be a list of test ids, or the JSON text of one")
-    return cast("list[str]", value)
-
-
-def _source_of(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The row's own ``polar_source``, else our sdist recipe for the instance, else its image."""
-    own = row.get("polar_source")
-    if own is None:
-        return sdist_table().get(str(row["instance_id"])) or {"kind": "image", "image": str(row.get("image") or "")}
-    if isinstance(own, str) and own.startswith("{"):
-        own = _object(own, f"{where}: polar_source")
-    if not isinstance(own, dict) or cast("dict[str, Any]", own).get("kind") not in _SOURCE_KINDS:
-        kinds = ", ".join(_SOURCE_KINDS)
-        raise ConfigError(f"{where}: polar_source must be a mapping whose 'kind' is one of {kinds}")
-    return cast("dict[str, Any]", own)
