@@ -4,8 +4,8 @@ usage: python bench/sandbox.py [--count 20] [--parallel 32] [--only bubblewrap,d
 
 Milliseconds of wall clock, p50 and p99 of ``--count`` sandboxes one after another, then of ``--parallel`` at once, and
 what each costs against bubblewrap. Docker and Podman run an image made of this machine's tools, prepared once for all;
-bubblewrap shows a directory copy-on-write and prepares nothing. Needs root for engines of its own; what is not
-installed is left out and said so.
+bubblewrap shows a directory copy-on-write and prepares nothing. Docker and Podman need root; where they are not
+installed, Debian's packages are unpacked below the user's cache. What cannot be had is left out and said so.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from polar_env.sandbox.sandbox import open_sandbox
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from docker_helpers import IMAGE, docker_engine, import_image, missing, root_of_tools
+from docker_helpers import IMAGE, NoDockerError, docker_engine, import_image, programs, root_of_tools
 
 PHASES = ("start", "exec", "teardown")
 
@@ -89,15 +89,16 @@ def bubblewrap_ready() -> Generator[Callable[[Times], object]]:
 
 @contextmanager
 def docker_ready() -> Generator[Callable[[Times], object]]:
-    with docker_engine() as host:
-        os.environ["DOCKER_HOST"] = host
-        prepared("docker", lambda: import_image(host))
+    with docker_engine() as client:
+        os.environ |= client
+        prepared("docker", lambda: import_image(client))
         yield lambda times: handled(Box(workdir="/tmp", image=IMAGE), SandboxConfig(provider="docker"), times)
 
 
 @contextmanager
 def podman_ready() -> Generator[Callable[[Times], object]]:
     """Own storage; no raised limits and no systemd, which containers may not have either."""
+    os.environ |= programs(("conmon", "runc", "podman"), ("podman", "conmon", "runc"))
     with tempfile.TemporaryDirectory(prefix="polar-podman-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "conf").write_text(
@@ -107,19 +108,24 @@ def podman_ready() -> Generator[Callable[[Times], object]]:
         (folder / "policy").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
         os.environ["CONTAINERS_CONF"] = str(folder / "conf")
         runc = shutil.which("runc") or "runc"
-        base = ["podman", f"--root={folder}/root", f"--runroot={folder}/run", "--runtime", runc]
+        base = ["podman", f"--root={folder}/root", f"--runroot={folder}/run", f"--tmpdir={folder}/tmp"]
+        base += ["--runtime", runc]
         root = root_of_tools(folder / "tools")
         tar = folder / "image.tar"
         subprocess.run(["tar", "-C", os.fspath(root), "-cf", os.fspath(tar), "."], check=True)
-        policy = ["--signature-policy", os.fspath(folder / "policy")]
-        prepared(
-            "podman", lambda: subprocess.run([*base, "import", *policy, tar, IMAGE], check=True, capture_output=True)
-        )
+        words = [*base, "import", "--signature-policy", os.fspath(folder / "policy"), os.fspath(tar), IMAGE]
         try:
+            prepared("podman", lambda: imported(words))
             yield lambda times: podman(base, times)
         finally:
             subprocess.run([*base, "rm", "-af"], check=False, capture_output=True)
             subprocess.run(["umount", "-R", f"{folder}/root/overlay"], check=False, capture_output=True)
+
+
+def imported(words: list[str]) -> None:
+    done = subprocess.run(words, check=False, capture_output=True)
+    if done.returncode:
+        raise NoDockerError(f"podman import: {done.stderr.decode(errors='replace').strip()[-300:]}")
 
 
 def prepared(name: str, prepare: Callable[[], object]) -> None:
@@ -147,13 +153,6 @@ READY: dict[str, Callable[[], AbstractContextManager[Callable[[Times], object]]]
 }
 
 
-def absent(name: str) -> str:
-    if name == "podman":
-        gone = [tool for tool in ("podman", "conmon", "runc") if shutil.which(tool) is None]
-        return f"not installed: {', '.join(gone)}" if gone else ""
-    return missing() if name == "docker" else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=20)
@@ -163,11 +162,12 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; ms")
     first: dict[str, float] = {}
     for name in options.only.split(","):
-        if reason := absent(name):
-            print(f"{name:<12} left out: {reason}")
+        try:
+            with READY[name]() as one:
+                alone, together, wall = asyncio.run(measure(one, options.count, options.parallel))
+        except NoDockerError as error:
+            print(f"{name:<12} left out: {error}")
             continue
-        with READY[name]() as one:
-            alone, together, wall = asyncio.run(measure(one, options.count, options.parallel))
         for label, times in ((f"{options.count} one by one", alone), (f"{options.parallel} at once", together)):
             cells: list[str] = []
             for phase in PHASES:

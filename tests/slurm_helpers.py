@@ -3,11 +3,8 @@
 Its parts check nobody's identity (auth/none), so they are made to listen on loopback alone.
 """
 
-import asyncio
 import getpass
-import itertools
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from polar_env.tasks.once import make_once
+import debian_helpers
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins")
 NODES = ("n1", "n2")
@@ -62,57 +59,14 @@ class Slurm:
 
 def unpacked(place: Path) -> Path:
     """Debian's packages as a folder, once per machine. Raises NoSlurmError: there is no apt, archive or package."""
-    if not all(map(shutil.which, ("apt-get", "apt-cache", "dpkg"))):
-        raise NoSlurmError("no Debian here: apt-get, apt-cache and dpkg are needed")
-    asyncio.run(make_once(place, lambda made: (made / "usr/sbin/slurmd-wlm").is_file(), _unpack))
-    return place
-
-
-async def _unpack(work: Path) -> None:
-    await asyncio.to_thread(_fill, work)
-
-
-def _fill(work: Path) -> None:
-    options: list[str] = []
     try:
-        _download(work, options)
-    except subprocess.CalledProcessError:  # a machine without package lists: they are fetched beside, not into it
-        lists = work / "lists"
-        (lists / "partial").mkdir(parents=True)
-        options = ["-o", f"Dir::State::lists={lists}", "-o", f"Dir::Cache={lists}", "-o", "APT::Sandbox::User="]
-        try:
-            _called(work, "apt-get", *options, "update")
-            _download(work, options)
-        except subprocess.CalledProcessError as error:
-            raise NoSlurmError(f"apt: {error.stderr.strip()[-200:]}") from None
-        finally:
-            shutil.rmtree(lists)
-    for package in sorted(work.glob("*.deb")):
-        _called(work, "dpkg", "-x", str(package), str(work))
-        package.unlink()
-
-
-def _download(work: Path, options: Sequence[str]) -> None:
-    """The packages and the libraries they name, but for the C library."""
-    words = _called(work, "apt-cache", *options, "depends", *PACKAGES).split()
-    libraries = {word for before, word in itertools.pairwise(words) if before == "Depends:"}
-    wanted = sorted(name for name in libraries if name.startswith("lib") and name != "libc6")
-    _called(work, "apt-get", *options, "download", *PACKAGES, *wanted)
-
-
-def _called(where: Path, *command: str) -> str:
-    try:
-        return subprocess.run(command, cwd=where, capture_output=True, text=True, check=True, timeout=60).stdout
-    except subprocess.TimeoutExpired as error:
+        return debian_helpers.unpacked(place, PACKAGES, "usr/sbin/slurmd-wlm")
+    except debian_helpers.NoPackagesError as error:
         raise NoSlurmError(str(error)) from None
 
 
 def _libraries(root: Path) -> list[Path]:
-    return [
-        place
-        for pattern in ("usr/lib/*-linux-gnu", "usr/lib/*/slurm-wlm", "lib/*-linux-gnu")
-        for place in root.glob(pattern)
-    ]
+    return [*debian_helpers.libraries(root), *root.glob("usr/lib/*/slurm-wlm")]
 
 
 @contextmanager

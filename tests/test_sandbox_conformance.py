@@ -1,7 +1,7 @@
 """One suite for every sandbox provider: ours, a real Docker engine, NeMo Gym's ``local`` as far as it can."""
 
 import os
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from nemo_gym.sandbox import SandboxResources, SandboxSpec, create_provider
 
-from docker_helpers import IMAGE, docker_engine, import_image, missing
+from docker_helpers import IMAGE, NoDockerError, docker_engine, import_image
 from polar_env.config import SandboxConfig
 from polar_env.errors import SandboxError
 from polar_env.sandbox import Box
@@ -30,19 +30,22 @@ async def test_memory_is_limited_without_being_asked() -> None:
 
 
 @pytest.fixture(scope="module")
-def docker() -> Generator[str]:
-    if reason := missing():
-        pytest.skip(reason)
-    with docker_engine() as host:
-        import_image(host)
-        yield host
+def docker() -> Generator[Mapping[str, str]]:
+    try:
+        with docker_engine() as client:
+            import_image(client)
+            yield client
+    except NoDockerError as error:
+        pytest.skip(f"no Docker engine: {error}")
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_a_real_docker_engine(docker: str, monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
-    monkeypatch.setenv("DOCKER_HOST", docker)
-    await check(opener(Box(workdir="/tmp", image=IMAGE), SandboxConfig(provider="docker")))
+async def test_a_real_docker_engine(docker: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks at once: a container waits for its engine more than for a processor."""
+    for name, value in docker.items():
+        monkeypatch.setenv(name, value)
+    found = await check_sandbox(opener(Box(workdir="/tmp", image=IMAGE), SandboxConfig(provider="docker")), at_once=4)
+    assert found == {check.__name__: "" for check in CHECKS}
 
 
 def local(folder: Path) -> Opener:

@@ -174,12 +174,15 @@ class Foreign:
     ) -> ExecResult:
         """See ``Sandbox.exec``. Output goes through files, because the Gym protocol carries text only."""
         name, started = f"{self._scratch}/{uuid4().hex[:8]}", time.monotonic()
-        await self.write(f"{name}.in", stdin or b"")
+        source = f"{name}.in" if stdin else "/dev/null"
+        if stdin:
+            await self.write(source, stdin)
         # dd writes what it reads at once (a timeout kills it); cat drains the rest, so the command never blocks
         keep = f"bs=65536 iflag=count_bytes count={output_limit} 2>/dev/null"
         cap = f"{{ dd of={name}.%s {keep}; cat > /dev/null; }}"
-        inner = f"( {shlex.join(argv)} < {name}.in; echo $? > {name}.code )"
-        command = f"( {inner} 2>&1 1>&3 3>&- | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
+        inner = f"( {shlex.join(argv)} < {source}; echo $? > {name}.code )"
+        # whoever empties /tmp takes the place of our files with it
+        command = f"mkdir -p {self._scratch}; ( {inner} 2>&1 1>&3 3>&- | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
         with boundary(SandboxError, f"running {argv[0]} in the {self.provider.name} sandbox"):
             result = await self.provider.exec(
                 self.handle, command, cwd=cwd or self.workdir, env=dict(env or {}), timeout_s=timeout
