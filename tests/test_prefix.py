@@ -1,5 +1,7 @@
 """Which call does a prompt continue: exact prefixes only, the longest one, never an empty step; every id held once."""
 
+import gc
+import tracemalloc
 from array import array
 
 from hypothesis import given
@@ -128,6 +130,23 @@ def test_a_delta_that_begins_where_its_base_left_another_goes_back_to_that() -> 
     index.add_after("2", 2, "again", ids(3), ids(4))
     index.add_after("2", 1, "short", ids(2, 3), ids(4))
     assert (index.ids("again"), index.ids("short"), index.held) == (ids(1, 2, 3, 4), ids(1, 2, 3, 4), held)
+
+
+def test_a_tree_is_freed_when_it_is_let_go() -> None:
+    """Not when the collector comes round: a process has thousands of them, one after the other."""
+    whole = ids(range(50_000))
+    gc.disable()
+    tracemalloc.start()
+    try:
+        index = index_of((whole, [1]), (whole[:20_000] + whole, [1]))
+        held = tracemalloc.get_traced_memory()[0]
+        del index
+        left = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held > 4 * 100_000
+    assert left < 10_000
 
 
 @given(calls(), st.data())

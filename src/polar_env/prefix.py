@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from operator import attrgetter
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +85,6 @@ class Entry:
     prompt: int
     """How many of its ids are the prompt's."""
     length: int
-    run: "_Run" = field(repr=False, compare=False)
-    """Where its last id lies."""
 
     def __len__(self) -> int:
         return self.length
@@ -105,7 +104,7 @@ class Placed:
     shared: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Run:
     """Ids in one line, from offset ``start`` of a sequence on; what comes before is in the runs above.
 
@@ -113,12 +112,17 @@ class _Run:
     """
 
     start: int = 0
-    above: "_Run | None" = None
+    parent: "ref[_Run] | None" = None
+    """Weak: a tree without cycles is freed when it is let go, not when the collector next looks at old objects."""
     ids: Line = field(default_factory=Line)
     calls: list[Entry] = field(default_factory=list[Entry])
     """Those that end here, by length, equal ones in order of arrival; the last ends where the run does."""
     branches: "dict[tuple[int, int], _Run]" = field(default_factory=dict[tuple[int, int], "_Run"])
     """(offset, first id there) -> run."""
+
+    @property
+    def above(self) -> "_Run | None":
+        return self.parent() if self.parent else None
 
     @property
     def end(self) -> int:
@@ -129,7 +133,7 @@ class _Run:
         if at == self.end:
             self.ids.extend(ids)
             return self
-        run = self.branches[at, ids[0]] = _Run(at, self)
+        run = self.branches[at, ids[0]] = _Run(at, ref(self))
         run.ids.extend(ids)
         return run
 
@@ -178,6 +182,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._root = _Run()
         self._calls: dict[str, Entry] = {}
+        self._runs: dict[str, _Run] = {}
+        """Call -> where its last id lies."""
 
     def add(self, name: str, prompt: "array[int]", sampled: "array[int]", group: str = "") -> Placed:
         """Take a call in, copying the ids that are new; says which earlier calls it continues and shares ids with."""
@@ -190,7 +196,7 @@ class PrefixIndex:
     def add_after(self, base: str, shared: int, name: str, prompt: "array[int]", sampled: "array[int]") -> None:
         """``add`` for a prompt of which the first ``shared`` ids are those of the call ``base``, and ``prompt`` the
         rest: none of the shared ids is looked at. Raises KeyError."""
-        run = self._calls[base].run
+        run = self._runs[base]
         while run.above is not None and shared <= run.start:
             run = run.above
         run, at = _follow(run, shared, prompt)[-1]
@@ -209,7 +215,8 @@ class PrefixIndex:
         rest = new + sampled if new else sampled[at - prompt :]
         if rest:
             run = run.grow(at, rest)
-        call = self._calls[called[0]] = Entry(*called, prompt, prompt + len(sampled), run)
+        call = self._calls[called[0]] = Entry(*called, prompt, prompt + len(sampled))
+        self._runs[call.name] = run
         if len(call):
             run.take(call)
 
@@ -225,13 +232,12 @@ class PrefixIndex:
 
     def ids(self, name: str) -> "array[int]":
         """[P + S]: a call's prompt and sampled ids. Raises KeyError."""
-        call = self._calls[name]
-        return _cut(call.run, 0, len(call))
+        return _cut(self._runs[name], 0, len(self._calls[name]))
 
     def parts(self, name: str) -> tuple["array[int]", "array[int]"]:
         """([P], [S]): a call's prompt and sampled ids. Raises KeyError."""
-        call = self._calls[name]
-        return _cut(call.run, 0, call.prompt), _cut(call.run, call.prompt, len(call))
+        call, run = self._calls[name], self._runs[name]
+        return _cut(run, 0, call.prompt), _cut(run, call.prompt, len(call))
 
 
 def _longest(steps: _Steps, length: int, group: str) -> Entry | None:
