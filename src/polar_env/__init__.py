@@ -102,6 +102,9 @@ NeMo Gym, and the command line goes through the same two.
         seccomp.py           the system-call filter
       tasks/                 a dataset row becomes a repository, an environment, an instruction
         rows.py              rows from parquet, JSONL, the hub, or our own
+        fields.py            what the shapes of a row share: checked fields, the instruction. Pure
+        swebench_rows.py     SWE-bench v5 rows. Pure
+        custom_rows.py       rows that name a grader of their own. Pure
         embedded_rows.py     tasks of our own, in the same row form
         prepare.py           once per task, cached, shared by its group
         sources.py           repository trees: sdist, git mirror, embedded
@@ -121,6 +124,7 @@ NeMo Gym, and the command line goes through the same two.
         right.py             what the row's own fix does here, measured once
         mutants.py           rewritings of a test that a right program fails. Pure
         canary.py            a resolved patch runs again, with tests that must fail among them
+        grading.py           who grades a task: one of ours by name, or module:Class
         swebench.py          a patch becomes a verdict
         report.py            the worker process around the swebench package
       gym/                   the only door to NeMo Gym

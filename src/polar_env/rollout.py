@@ -22,8 +22,8 @@ from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import HarnessConfig, PolarConfig
 from polar_env.engine import Engine, EngineFacts
 from polar_env.errors import CaptureError, ConfigError, GradeError, HarnessError, PolarError, SandboxError
+from polar_env.grade import grading
 from polar_env.grade import patch as patches
-from polar_env.grade import swebench
 from polar_env.harness import HOME, MODEL_PORT, Harness, Job, Launch, Mount
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
@@ -240,6 +240,7 @@ async def _start(
 ) -> Sandbox:
     """CLI installed, task prepared, sandbox up, and the model reachable from inside it and from nowhere else."""
     store = config.store.cache.expanduser()
+    grading.grader_of(job.task.grader)  # one that is not there must not cost a rollout first
     mounts = await _install(harness, store)
     ending.prepared = job.prepared or await prepare(job.task, store, sandbox=config.sandbox)
     sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
@@ -261,7 +262,7 @@ async def _install(harness: Harness, store: Path) -> tuple[Mount, ...]:
 
 def _box(prepared: Prepared, mounts: tuple[Mount, ...], config: PolarConfig) -> Box:
     """The sandbox the patch will be graded in, with the CLI and a home added."""
-    graded = swebench.box_of(prepared, config.sandbox)
+    graded = grading.box_of(prepared, config.sandbox)
     shown = tuple((mount.source, mount.target) for mount in mounts)
     return replace(graded, read_only=(*graded.read_only, *shown), env={**graded.env, "HOME": HOME})
 
@@ -373,7 +374,7 @@ async def _grade(ending: _Ending, config: PolarConfig) -> Verdict | None:
         return None
     with ending.phase("grade"):
         async with _budget(config.budget.grade + config.budget.finalise, GradeError, "grading"):
-            return await swebench.grade(prepared, ending.patch, sandbox=config.sandbox, timeout=config.budget.grade)
+            return await grading.grade(prepared, ending.patch, sandbox=config.sandbox, timeout=config.budget.grade)
     return None
 
 

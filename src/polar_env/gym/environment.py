@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 from polar_env.config import PolarConfig
 from polar_env.engine import Engine
 from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
-from polar_env.grade.swebench import grade
+from polar_env.grade.grading import grade
 from polar_env.gym import rows
 from polar_env.gym.contract import ContractError
 from polar_env.gym.metrics import Metrics
