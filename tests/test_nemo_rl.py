@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polar_env.config import TrajectoryConfig
 from polar_env.gym.contract import trainable_items, violations
 from polar_env.gym.rows import row
 from polar_env.types import Outcome, RolloutResult, SealedLedger, StopReason, ToolCall
@@ -334,7 +335,8 @@ def test_placeholders_of_other_tasks_share_a_group_without_harm() -> None:
 
 def test_a_row_that_starts_after_a_compaction_is_alone_and_learns_nothing() -> None:
     compacted = call(3, [10, 77], [55, 56], call_id="after")
-    made_row = made(rollout(ledger(*session(400).records, compacted)))
+    sealed = ledger(*session(400).records, compacted)
+    made_row = made(rollout(sealed, trajectory=TrajectoryConfig(delivery="main")))
     step = stepped(*siblings(), made_row)
     assert made_row["starts_with_task"] == 0.0
     assert step.advantages == [*stepped(*siblings()).advantages, 0.0]

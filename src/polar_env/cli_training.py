@@ -87,6 +87,8 @@ def _submit_slurm(arguments: argparse.Namespace) -> int:
 
 
 def _submit_ray(arguments: argparse.Namespace) -> int:
+    if not arguments.dry_run:
+        submit.answering(arguments.address)
     return submit.run(submit.ray(_work(arguments), arguments.address), print, dry=arguments.dry_run)
 
 

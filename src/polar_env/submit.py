@@ -4,9 +4,16 @@ Three doors: Slurm through NeMo-RL's own ``ray.sub`` (its header lists the varia
 ``ray job submit``, and Kubernetes as a KubeRay ``RayJob`` (docs.ray.io, "RayJob Quickstart").
 """
 
+import http.client
 import json
+import re
 import shlex
+import shutil
 import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +21,12 @@ from typing import Any
 
 from polar_env.config import child_environment
 from polar_env.errors import ConfigError
+
+RAYJOB_NAME = 47
+"""Characters of a RayJob's name, at most (KubeRay, controllers/ray/utils/constant.go, MaxRayJobNameLength)."""
+
+GENERATED = 5
+"""Characters that Kubernetes puts behind a ``generateName``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +96,35 @@ def ray(work: Work, address: str) -> Submission:
     """``ray job submit`` to a running cluster; it follows the job's output and ends with 0, or 1: the job failed.
 
     The job's processes run in the cluster's own environment: what a recipe needs is exported by its script, not by a
-    ``runtime_env``, which NeMo-RL's actors would not inherit.
+    ``runtime_env``, which NeMo-RL's actors would not inherit. The job's id ends with the time: Ray takes an id once.
     """
-    argv = ("ray", "job", "submit", f"--address={address}", f"--submission-id={work.name}")
+    name = f"{work.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    argv = ("ray", "job", "submit", f"--address={address}", f"--submission-id={name}")
     return Submission((*argv, "--", "bash", "-c", work.command))
+
+
+def answering(address: str) -> None:
+    """Raises ConfigError when nothing answers at a job server's http address, in place of Ray's page of traceback.
+
+    That it wants a token (401, 403) is an answer. Addresses of other kinds are Ray's own affair.
+    """
+    if not address.startswith(("http://", "https://")):
+        return
+    try:
+        urllib.request.urlopen(f"{address.rstrip('/')}/api/version", timeout=10).close()  # noqa: S310 - http(s), see above
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 404:
+                raise ConfigError(
+                    f"what answers at {address} is not Ray's job server (it knows no /api/version): give the address "
+                    "that `ray start --head` prints for its dashboard, port 8265 unless it was moved"
+                ) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"no Ray job server answers at {address} ({getattr(error, 'reason', error)}): is the head up, with its "
+            "dashboard (`ray start --head --dashboard-host=0.0.0.0`, ray[default]), and its port 8265 reachable from "
+            "here (or forwarded: `ssh -L 8265:localhost:8265 HEAD`)?"
+        ) from None
 
 
 def kubernetes(work: Work, image: str, namespace: str, setup: str, volume: str = "") -> Submission:
@@ -100,7 +138,7 @@ def kubernetes(work: Work, image: str, namespace: str, setup: str, volume: str =
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {
-            "generateName": f"{work.name.lower().replace('_', '-').replace('.', '-')}-",
+            "generateName": f"{_label(work.name)}-",
             "namespace": namespace,
         },
         "spec": {
@@ -112,6 +150,13 @@ def kubernetes(work: Work, image: str, namespace: str, setup: str, volume: str =
         },
     }
     return Submission(("kubectl", "create", "-f", "-"), stdin=json.dumps(manifest, indent=2) + "\n")
+
+
+def _label(name: str) -> str:
+    """``name`` as the beginning of a name that Kubernetes and KubeRay take: a DNS label of RFC 1035."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    label = label if label[:1].isalpha() else f"job-{label}".rstrip("-")
+    return label[: RAYJOB_NAME - GENERATED - 1].rstrip("-")
 
 
 def _cluster(work: Work, image: str, setup: str, volume: str) -> dict[str, Any]:
@@ -142,7 +187,8 @@ def _pod(work: Work, image: str, setup: str, volume: str) -> dict[str, Any]:
         container["volumeMounts"].append({"name": "shared", "mountPath": "/shared"})
         spec["volumes"].append({"name": "shared", "persistentVolumeClaim": {"claimName": volume}})
     if setup:
-        container["command"] = [setup]  # KubeRay runs it before its own `ray start` (docs.ray.io, pod-command, part 2)
+        # KubeRay makes `SETUP && ulimit …; ray start …` of it: without the exit, Ray would start on a failed setup.
+        container["command"] = [f"{{ {setup}\n}} || exit 1"]
     return spec
 
 
@@ -151,9 +197,10 @@ def run(submission: Submission, say: Callable[[str], None], *, dry: bool) -> int
     say(str(submission))
     if dry:
         return 0
+    program = _program(submission.argv[0])
     try:
         done = subprocess.run(
-            submission.argv,
+            (program, *submission.argv[1:]),
             env={**child_environment(""), **submission.env},
             input=submission.stdin or None,
             text=True,
@@ -162,3 +209,9 @@ def run(submission: Submission, say: Callable[[str], None], *, dry: bool) -> int
     except FileNotFoundError as error:
         raise ConfigError(f"{submission.argv[0]} is not on PATH here: submit from a node that has it") from error
     return done.returncode
+
+
+def _program(name: str) -> str:
+    """Where it is: on PATH, else beside our own interpreter (``ray`` comes with the packages of this environment)."""
+    here = child_environment("").get("PATH", "")
+    return shutil.which(name, path=here) or shutil.which(name, path=str(Path(sys.executable).parent)) or name
