@@ -1,8 +1,15 @@
 """What installing a patch may leave behind, and what gives it away."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from polar_env.grade.audit import Changes, unlike
+from polar_env.grade.audit import Changes, Watch, unlike
+from polar_env.sandbox import Overlay
+from polar_env.sandbox.sandbox import open_sandbox
+from polar_env.tasks import ENV_PREFIX
+from sandbox_helpers import box_of, config, git_repo
 
 SITE = "/opt/testbed-env/lib/python3.9/site-packages"
 BIN = "/opt/testbed-env/bin"
@@ -36,6 +43,9 @@ def test_what_the_right_fix_does_is_nothing() -> None:
         "/testbed/src/acme.egg-info/SOURCES.txt",
         "/testbed/tests/__pycache__/x.pyc",
         "/home/agent/.cache/pip/x",
+        f"{SITE}/acme/new/",
+        "/testbed/build/lib/",
+        "/testbed/tests/__pycache__/",
     ],
 )
 def test_the_projects_own_places_may_differ_as_the_patch_does(path: str) -> None:
@@ -58,6 +68,9 @@ def test_the_projects_own_places_may_differ_as_the_patch_does(path: str) -> None
         "/home/agent/.local/lib/python3.9/site-packages/usercustomize.py",
         "/usr/local/bin/git",
         "/conftest.py",
+        "/testbed/odd/",
+        f"{SITE}/forced-1.dist-info/",
+        f"{SITE}/__pycache__/six.cpython-39.pyc",
     ],
 )
 def test_everything_else_is_seen(path: str) -> None:
@@ -85,3 +98,50 @@ def test_files_that_start_things_are_known_by_their_content() -> None:
     assert found(gitconfig="[core]\nhooksPath = /testbed\n") == ["/home/agent/.gitconfig"]
     assert found(entries="[console_scripts]\nacme = acme:main\n") == []
     assert found(entries="[pytest11]\nacme = acme.forced\n") == [ENTRIES]
+
+
+def test_a_program_is_known_by_its_content_but_for_the_version_it_asks_for() -> None:
+    right = Changes(
+        frozenset({f"{BIN}/acme"}), frozenset({(f"{BIN}/acme", "__requires__ = 'acme==1.0.dev3+g1'\nrun()")})
+    )
+    newer = "__requires__ = 'acme==1.0.dev3+g1.d20260101'\nrun()"
+    assert unlike(Changes(right.files, frozenset({(f"{BIN}/acme", newer)})), right) == []
+    assert unlike(Changes(right.files, frozenset({(f"{BIN}/acme", newer + "; forge()")})), right) == [f"{BIN}/acme"]
+
+
+INSTALLING = {
+    "a file": (f"echo x > {ENV_PREFIX}/zz.pth", f"{ENV_PREFIX}/zz.pth"),
+    "a program, and a find that sees nothing": (
+        f"cd {ENV_PREFIX}/bin && for tool in pytest find sh tr date; do printf '#!/bin/sh\\n' > $tool; "
+        "/bin/chmod 755 $tool; done",
+        f"{ENV_PREFIX}/bin/find",
+    ),
+    "a program in a folder that cannot be listed": (
+        f"echo x > {ENV_PREFIX}/bin/pytest; chmod 111 {ENV_PREFIX}/bin",
+        f"{ENV_PREFIX}/bin/pytest",
+    ),
+    "a folder of the patch under another name": ("mv odd pytest", "/testbed/pytest/"),
+    "a file of the patch under another name": ("mv odd/conf.py odd/conftest.py", "/testbed/odd/conftest.py"),
+    "a compiled file": (f"echo x > {ENV_PREFIX}/__pycache__/six.pyc", f"{ENV_PREFIX}/__pycache__/six.pyc"),
+}
+
+
+@pytest.mark.parametrize("what", INSTALLING)
+async def test_what_installing_did_is_seen_and_compiled_files_of_its_own_are_gone(tmp_path: Path, what: str) -> None:
+    script, seen = INSTALLING[what]
+    repo = git_repo(tmp_path / "repo", {"odd/conf.py": b"x = 1\n"}, {})
+    for name in ("bin", "__pycache__"):
+        (tmp_path / "env" / name).mkdir(parents=True)
+    (tmp_path / "env" / "__pycache__" / "old.pyc").write_bytes(b"old")
+    path = f"{ENV_PREFIX}/bin:/usr/bin:/bin"
+    box = box_of(repo, env={"PATH": path})
+    box = replace(box, overlays=(*box.overlays, Overlay(tmp_path / "env", ENV_PREFIX)))
+    async with open_sandbox(box, config()) as sandbox:
+        watch = await Watch.begin(sandbox)
+        done = await sandbox.exec(["/bin/bash", "-ec", script], timeout=30)
+        assert done.code == 0, done.stderr
+        changes = await watch.changes()
+        assert seen in changes.files
+        assert changes.processes == 0
+        left = await sandbox.exec(["/bin/ls", f"{ENV_PREFIX}/__pycache__"], timeout=30)
+        assert left.stdout == b"old.pyc\n"

@@ -80,6 +80,11 @@ IN_THE_WAY = {
     "a folder": "rm tests/test_a.py; mkdir -p tests/test_a.py/x tests/run.sh; touch tests/test_a.py/x/y",
     "closed": "chmod 000 tests/deep tests/test_a.py; chmod 500 tests; chmod 500 .",
     "a compiled file": "mkdir -p tests/__pycache__; echo x > tests/__pycache__/test_a.cpython-39.pyc",
+    "a compiled file that cannot be removed": (
+        "mkdir -p tests/__pycache__ code/__pycache__; echo x > tests/__pycache__/test_a.cpython-39.pyc; "
+        "echo x > code/__pycache__/x.pyc; chmod 111 tests/__pycache__ code/__pycache__ code"
+    ),
+    "a find of its own": "mkdir bin; printf '#!/bin/sh\\n' > bin/find; chmod 755 bin/find; mkdir tests/__pycache__",
 }
 
 

@@ -15,7 +15,15 @@ from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import ENV_PREFIX, WORKDIR
 
 _TIMEOUT = 120.0
-_BEFORE = r"date +%s.%N; cd /proc; echo $$ [0-9]*"
+_TOOLS = "PATH=/usr/bin:/bin:/usr/sbin:/sbin; export PATH"
+"""Installing may have put a ``find`` of its own into the environment, which stands first on the sandbox's path."""
+_BEFORE = r"""
+date +%s.%N; (cd /proc; echo $$ [0-9]*)
+find / "$@" "$HOME" /usr/local /var /run /root -xdev \
+    \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) -prune \
+    -o -type d -printf '%p/\0' 2>/dev/null
+true
+"""
 _AFTER = r"""
 cd /proc; echo $$; for pid in [0-9]*; do
     if [ -n "$(tr -d '\0' < "$pid/cmdline" 2>/dev/null | head -c 1)" ]; then echo "$pid"; fi
@@ -24,25 +32,36 @@ done 2>/dev/null; true
 _CHANGED = r"""
 since=$1; shift
 find / "$@" "$HOME" /usr/local /var /run /root -xdev \
-    \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) -prune \
-    -o ! -type d -newerct "@$since" -printf '%p\0' 2>/dev/null
+    \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /var/tmp \) -prune -o \( \
+        -newerct "@$since" \( -type d -printf '%p/\0' -o -printf '%p\0' \) , \
+        -type d ! -perm -700 -exec chmod u+rwx -- {} \; , \
+        -newerct "@$since" -path '*/__pycache__/*' ! -type d -exec rm -f -- {} + \) 2>/dev/null
+find /tmp /var/tmp /dev/shm -mindepth 1 -type d ! -perm -700 -exec chmod u+rwx -- {} \; 2>/dev/null
 find /tmp /var/tmp /dev/shm -mindepth 1 -delete 2>/dev/null; true
 """
-"""What changed on every filesystem that can be written to. The temporary folders are emptied: nothing lies in wait."""
+"""What changed on every filesystem that can be written to. A folder that its owner closed is opened before it is read.
+Compiled files that changed are removed, for one can run in place of a source that did not change, and the others stay.
+The temporary folders are emptied: nothing lies in wait."""
 _CONTENTS = r'for path do printf "%s\0" "$path"; head -c 65536 -- "$path" | tr -d "\0"; printf "\0"; done'
 
+_PLACES = (WORKDIR, ENV_PREFIX)
 _EDITABLE = re.compile(r"(__editable__+[^/\s]*?)[-_]\d[\w.+-]*?(?=_finder\b|\.pth\b)")
 _SITE = re.compile(r"^(.*/(?:site|dist)-packages)/([^/]+)(/.+)?$")
 _METADATA = re.compile(r"[-.](?:dist|egg)-info$|\.egg-link$")
 _BUILT = re.compile(rf"^{WORKDIR}/(?:(?:build|dist|\.eggs|[^/]+\.egg-info|[^/]+/[^/]+\.egg-info)/|.*/?__pycache__/)")
 _CACHES = re.compile(r"^(/home/[^/]+|/root)/\.cache/|/\.git/index$")
-_SPEAKING = re.compile(r"\.pth$|/entry_points\.txt$|/\.gitconfig$|(?<!/__pycache__)/__editable__[^/]*$")
-"""Files whose content matters wherever they are allowed to change. A compiled file's holds the time it was made at."""
+_PROGRAM = re.compile(rf"^{ENV_PREFIX}/bin/[^/]+$")
+_PIN = re.compile(r"(?<===)[\w.+!-]+")
+_SPEAKING = re.compile(
+    rf"\.pth$|/entry_points\.txt$|/\.gitconfig$|(?<!/__pycache__)/__editable__[^/]*$|{_PROGRAM.pattern}"
+)
+"""Files whose content matters wherever they are allowed to change. Compiled ones are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """``files``: paths changed while the project was installed. ``contents``: of those that start things."""
+    """``files``: paths changed while the project was installed, and folders that are new (they end in a slash; a
+    renamed one holds files that did not change). ``contents``: of those that start things."""
 
     files: frozenset[str] = frozenset()
     contents: frozenset[tuple[str, str]] = frozenset()
@@ -63,17 +82,17 @@ class Watch:
     sandbox: Sandbox
     since: str = ""
     known: frozenset[str] = field(default_factory=frozenset[str])
+    folders: frozenset[str] = field(default_factory=frozenset[str])
 
     @classmethod
     async def begin(cls, sandbox: Sandbox) -> "Watch":
-        since, _, pids = (await _sh(sandbox, _BEFORE)).decode().strip().partition("\n")
-        return cls(sandbox, since.strip(), frozenset(pids.split()))
+        since, pids, folders = (await _sh(sandbox, _BEFORE, *_PLACES)).split(b"\n", 2)
+        return cls(sandbox, since.decode(), frozenset(pids.decode().split()), frozenset(_words(folders)))
 
     async def changes(self) -> Changes:
         left = await self._left()
         await self.sandbox.kill()
-        places = [WORKDIR, ENV_PREFIX]
-        files = _words(await _sh(self.sandbox, _CHANGED, self.since, *places))
+        files = set(_words(await _sh(self.sandbox, _CHANGED, self.since, *_PLACES))) - self.folders
         speaking = sorted(path for path in files if _SPEAKING.search(path))
         read = _words(await _sh(self.sandbox, _CONTENTS, *speaking)) if speaking else []
         contents = frozenset(zip(read[::2], read[1::2], strict=False))
@@ -81,13 +100,18 @@ class Watch:
 
     async def _left(self) -> int:
         """How many processes are there that were not. One that shoots the question has given itself away."""
-        done = await self.sandbox.exec(["sh", "-c", _AFTER], cwd="/", timeout=_TIMEOUT)
+        done = await self.sandbox.exec(outside(_AFTER), cwd="/", timeout=_TIMEOUT)
         own, *pids = done.stdout.decode().split() or [""]
         return len(set(pids) - self.known - {own}) if done.code == 0 and own else 1
 
 
+def outside(script: str, *words: str) -> list[str]:
+    """The command line of a shell script of ours that runs the system's own tools, whatever was installed."""
+    return ["/bin/sh", "-c", f"{_TOOLS}\n{script}", "polar", *words]
+
+
 async def _sh(sandbox: Sandbox, script: str, *words: str) -> bytes:
-    done = await sandbox.exec(["sh", "-c", script, "polar", *words], cwd="/", timeout=_TIMEOUT)
+    done = await sandbox.exec(outside(script, *words), cwd="/", timeout=_TIMEOUT)
     if done.code != 0:
         raise SandboxError(f"looking at the sandbox: {done.stderr.decode('utf-8', 'replace').strip()[-300:]}")
     return done.stdout
@@ -120,13 +144,16 @@ def _starts(path: str, text: str, known: str) -> bool:
     """Does a file start, or install, what the right fix's does not? Of entry points only pytest's plugins do."""
     if path.endswith("/entry_points.txt"):
         return "pytest11" in text and "pytest11" not in known
+    if _PROGRAM.match(path):  # old ones ask for the very version they were installed as
+        return _PIN.sub("", text) != _PIN.sub("", known)
     return text != known
 
 
 def _own(files: Iterable[str]) -> frozenset[tuple[str, str]]:
     """(site-packages, project or folder) the right fix's installation writes to."""
     found = (match for path in files if (match := _SITE.match(path)))
-    return frozenset((match[1], _project(match[2])) for match in found if match[3] or _METADATA.search(match[2]))
+    written = (match for match in found if match[3] or _METADATA.search(match[2]))
+    return frozenset((match[1], _project(match[2])) for match in written if match[2] != "__pycache__")
 
 
 def _ours(path: str, own: frozenset[tuple[str, str]]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from polar_env.config import child_environment
 from polar_env.errors import GradeError, SandboxError, boundary
+from polar_env.grade.audit import outside
 from polar_env.grade.diff import sections
 from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import WORKDIR, Prepared
@@ -37,7 +38,8 @@ for path do
     done
     rm -rf -- "./$path"
 done
-find . -name __pycache__ -prune -exec rm -rf -- {} + || :
+find . -type d ! -perm -700 -exec chmod u+rwx -- {} \;
+find . -name __pycache__ -prune -exec rm -rf -- {} +
 exec tar -xmpf - --no-same-owner
 """
 """Arguments: the paths. Standard input: a tar of what stands there afterwards. Compiled files go, for one that was made
@@ -121,8 +123,7 @@ def _git_apply(folder: Path, patch: bytes) -> None:
 async def place(sandbox: Sandbox, tests: Hidden) -> str:
     """Put the files where they belong; empty when they are there, else why not (only what ran before can be to blame,
     for in a fresh sandbox this succeeds)."""
-    argv = ["sh", "-c", _PLACE, "polar", *tests.files]
-    done = await sandbox.exec(argv, cwd=WORKDIR, stdin=_tar(tests), timeout=_TIMEOUT)
+    done = await sandbox.exec(outside(_PLACE, *tests.files), cwd=WORKDIR, stdin=_tar(tests), timeout=_TIMEOUT)
     if done.code == 0:
         return ""
     return f"the tests could not be put in place: {done.stderr.decode('utf-8', 'replace').strip()[-300:]}"
