@@ -1,28 +1,28 @@
 """What capture costs as a session grows: time to build and rebuild, memory, bytes on disk, and who waits meanwhile.
 
-usage: python bench/trajectory.py [--turns 150 --tokens 136000] [--repeat 5] [--no-peer] [--sessions 1000]
+usage: python bench/trajectory.py [--turns 150 --tokens 136000] [--repeat 5] [--peer-seconds 120] [--sessions 1000]
 
 Without ``--turns``: 20, 60, 150 and 400 calls. Milliseconds are processor time, the best of ``--repeat`` runs; NeMo
-Gym's own builder runs once, in the same process, on the same calls. With ``--sessions``: that many sessions of 100
-calls live in one process, each with its proxy session, ledger and log; minutes.
+Gym's own builder runs once, in a process of its own, on the same calls. With ``--sessions``: that many sessions of 100
+calls live in one process, each with its proxy session, ledger and log; minutes. What it is doing is said on stderr.
 """
 
 import argparse
 import asyncio
 import gc
+import json
 import os
 import resource
+import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from nemo_gym.token_id_capture.builder import run_builder
-from nemo_gym.token_id_capture.records import ParentResolutionStatus, TokenEntry, stamp_lineage
 
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import TrajectoryConfig
@@ -68,8 +68,24 @@ async def store(records: Iterable[CallRecord], directory: Path) -> SealedLedger:
 # --- one session, longer and longer -----------------------------------------------------------------------------
 
 
-def line(turns: int, tokens: int, repeat: int, *, with_peer: bool) -> str:
+def doing(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+def line(turns: int, tokens: int, repeat: int, peer_seconds: float) -> str:
     """A line of the table."""
+    doing(f"{turns} calls: log written, chains built, log rebuilt")
+    built, again, stored = ours(turns, tokens, repeat)
+    doing(f"{turns} calls: memory, every allocation traced")
+    live, held, read = memory(turns, tokens)
+    doing(f"{turns} calls: NeMo Gym's builder, at most {peer_seconds:g} s")
+    theirs = peer(turns, tokens, peer_seconds) if peer_seconds else None
+    times = f"{built:9.1f} {again:9.1f} {theirs or '-'!s:>10} {theirs.times(built) if theirs else '-':>7}"
+    return f"{turns:6} {tokens:8} {times} {live:9.2f} {held:9.2f} {read:9.2f} {stored:8.2f}"
+
+
+def ours(turns: int, tokens: int, repeat: int) -> tuple[float, float, float]:
+    """ms to build the chains, ms to read the log back into records, and bytes stored per byte of unique numbers."""
     records, config = long_session(turns, tokens), TrajectoryConfig()
     with TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -77,11 +93,7 @@ def line(turns: int, tokens: int, repeat: int, *, with_peer: bool) -> str:
         built = best(lambda: build(sealed, config), repeat)
         again = best(lambda: list(rebuild(directory).records), repeat)
         stored = sum(path.stat().st_size for path in directory.iterdir())
-    unique = 4 * (len(records[-1].prompt_ids) + sum(len(record.log_probs) for record in records))
-    live, held, read = memory(turns, tokens)
-    theirs = best(peer(records), 1) if with_peer else float("nan")
-    times = f"{built:9.1f} {again:9.1f} {theirs:10.1f} {theirs / built:7.0f}"
-    return f"{turns:6} {tokens:8} {times} {live:9.2f} {held:9.2f} {read:9.2f} {stored / unique:8.2f}"
+    return built, again, stored / (4 * (len(records[-1].prompt_ids) + sum(len(one.log_probs) for one in records)))
 
 
 WIDTHS = (6, 8, 9, 9, 10, 7, 9, 9, 9, 8)
@@ -117,27 +129,45 @@ def memory(turns: int, tokens: int) -> tuple[float, float, float]:
         tracemalloc.stop()
 
 
-def peer(records: list[CallRecord]) -> Callable[[], int]:
-    """NeMo Gym's ``prefix_merging`` through its public call, on the same calls; returns the tokens it delivers.
+@dataclass(frozen=True)
+class Theirs:
+    """What NeMo Gym's builder took for the same calls, or at least took."""
 
-    It is given each call's parent (its servers resolve them while serving); ours finds the parents itself.
-    """
-    parents = [None, *(record.call_id for record in records)]
-    entries = [
-        stamp_lineage(
-            TokenEntry(
-                rollout_id=SESSION,
-                model_call_id=record.call_id,
-                prompt_token_ids=record.prompt_ids.tolist(),
-                generation_token_ids=record.sampled_ids.tolist(),
-                generation_log_probs=record.log_probs.tolist(),
-            ),
-            parent,
-            parent_resolution=ParentResolutionStatus.RESOLVED if parent else ParentResolutionStatus.ROOT,
-        )
-        for record, parent in zip(records, parents, strict=False)
-    ]
-    return lambda: run_builder(entries).notes.generated_tokens_delivered
+    ms: float
+    """Processor time."""
+    finished: bool = True
+    tokens: int = 0
+    """Trainable ones that it delivers."""
+
+    def __str__(self) -> str:
+        return f"{self.ms:.1f}" if self.finished else f">{self.ms / 1e3:.0f} s"
+
+    def times(self, ours: float) -> str:
+        """How many times ``ours`` that is."""
+        return f"{'' if self.finished else '>'}{self.ms / ours:.0f}"
+
+
+def peer(turns: int, tokens: int, seconds: float) -> Theirs:
+    """``trajectory_peer.py`` on the same calls, killed when its builder has not finished after ``seconds``."""
+    command = [sys.executable, str(Path(__file__).with_name("trajectory_peer.py")), str(turns), str(tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{command[1]} failed with status {process.wait()}")
+        before = cpu_seconds(process.pid)
+        try:
+            told = json.loads(process.communicate(timeout=seconds)[0])
+        except subprocess.TimeoutExpired:
+            took = cpu_seconds(process.pid) - before
+            process.kill()
+            return Theirs(1e3 * took, finished=False)
+        return Theirs(told["ms"], tokens=told["tokens"])
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # --- who waits while a session is finalised ---------------------------------------------------------------------
@@ -211,6 +241,7 @@ def row(result: RolloutResult) -> dict[str, Any]:
 
 
 async def show_stalls(turns: int, tokens: int, repeat: int) -> None:
+    doing(f"{turns} calls: who waits while they are finalised")
     runs = [await stalls(turns, tokens) for _ in range(repeat)]
     told = ", ".join(f"{step} {min(run[step] for run in runs):.1f}" for step in runs[0])
     print(f"longest stall of the event loop at {turns} calls, {tokens} tokens, in ms (least of {repeat}): {told}")
@@ -231,7 +262,9 @@ async def show_sessions(count: int, turns: int, tokens: int) -> None:
                 await stack.enter_async_context(live_session(f"session-{number}", Path(folder), group, turns, tokens))
                 for number in range(count)
             ]
-            for _ in range(turns):
+            for turn in range(turns):
+                if turn % 10 == 0:
+                    doing(f"call {turn} of {turns} in {count} sessions: {resident():.0f} MiB resident")
                 for first in range(0, count, 50):
                     async with asyncio.TaskGroup() as together:
                         for live in lives[first : first + 50]:
@@ -258,7 +291,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int)
     parser.add_argument("--tokens", type=int, default=136_000)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true", help="leave NeMo Gym's builder out: 400K tokens take it long")
+    parser.add_argument("--peer-seconds", type=float, default=120, help="for NeMo Gym's builder at each size; 0: none")
     parser.add_argument("--sessions", type=int, default=0)
     args = parser.parse_args()
     print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
@@ -267,7 +300,7 @@ def main() -> None:
         return
     print(HEAD)
     for turns, tokens in ((args.turns, args.tokens),) if args.turns else SIZES:
-        print(line(turns, tokens, args.repeat, with_peer=not args.no_peer), flush=True)
+        print(line(turns, tokens, args.repeat, args.peer_seconds), flush=True)
     asyncio.run(show_stalls(args.turns or 150, args.tokens, args.repeat))
 
 
