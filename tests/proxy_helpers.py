@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from polar_env.capture import Ledger
-from polar_env.config import ProxyConfig
+from polar_env.config import EngineConfig, ProxyConfig
 from polar_env.engine import EngineFacts
 from polar_env.engine import Session as EngineSession
 from polar_env.errors import BadRequest
@@ -360,15 +360,17 @@ async def stage(
     sampling: Sampling | None = None,
     max_turns: int | None = None,
     volatile: Iterable[tuple[str, str, str]] = (),
+    updates: EngineConfig | None = None,
     **config: Any,
 ) -> AsyncGenerator[Stage]:
-    """A proxy with one session ``s`` and a client, all on loopback. ``config`` sets ProxyConfig fields."""
+    """A proxy with one session ``s`` and a client, all on loopback. ``config`` sets ProxyConfig fields; ``updates`` is
+    what its fence does about weights that change."""
     sock = loopback()
     port = sock.getsockname()[1]
     ledger, arrivals = WatchedLedger("s", log), Arrivals()
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        ProxyServer(engine, ProxyConfig(**config), dialects=dialects) as proxy,
+        ProxyServer(engine, ProxyConfig(**config), dialects=dialects, updates=updates) as proxy,
         proxy.listen(sock),
         aiohttp.ClientSession(connector=connector) as http,
     ):

@@ -51,7 +51,16 @@ async def door(*scripts: Any, secret: str = SECRET, **config: Any) -> AsyncGener
             yield Door(here, f"http://127.0.0.1:{port}")
 
 
-OPEN = {"paused": False, "running": 0, "held": 0, "version": "", "resampled": 0, "broken": 0}
+OPEN = {
+    "paused": False,
+    "running": 0,
+    "held": 0,
+    "version": "",
+    "resampled": 0,
+    "broken": 0,
+    "lease": None,
+    "lapsed": False,
+}
 
 
 async def test_a_trainer_pauses_swaps_and_resumes_and_the_record_has_the_new_version():

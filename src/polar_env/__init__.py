@@ -32,12 +32,14 @@ NeMo Gym, and the command line goes through the same two.
       pythons.py             base interpreters, found on this machine or installed by uv
       control.py             a trainer's side of the fence: orders over HTTP
       bundle.py              what is kept of a rollout that did not complete
+      named.py               names in a configuration -> harness presets, engines
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back
       verify.py              rows against the durable logs of their sessions
       recipe.py              a NeMo-RL recipe made ready for an installation, and checked
       submit.py              a job for Slurm, Ray or Kubernetes
+      cli_values.py          what the command line takes: numbers within bounds, files, folders, the nearest word
       cli_training.py        polar recipe | submit
       cli.py                 polar demo | rollout | proxy | harness | rebuild | verify | export | dataset | check | ...
       proxy/                 model calls in, committed call records out
@@ -71,6 +73,8 @@ NeMo Gym, and the command line goes through the same two.
         splice.py            a prompt as the ids that exist and a rendering of what is new, proved per template
         tokenizer.py         tokenizer and template from a folder: messages and tools in, ids out
         fence.py             the gate before an engine whose weights change: pause, resume, abort, versions
+        hold.py              time at the fence, which is nobody's budget
+        ages.py              how many updates old the weights behind a token are. Pure
       harness/               real agent CLIs as values: install, launch, read
         install.py           pinned versions from the registry, once per store
         reading.py           event streams and request marks

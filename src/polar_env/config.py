@@ -6,7 +6,7 @@ Unknown keys are refused with the nearest known name. Every duration is in secon
 import difflib
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -24,6 +24,13 @@ from polar_env.types import CallKind
 from polar_env.verdict import Flag
 
 
+def nearest(word: str, known: Iterable[str], every: str = "known keys") -> str:
+    """``did you mean 'codex'?``, or all there is (``known keys: ...``) when nothing is near."""
+    words = list(known)
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{every}: {', '.join(words)}"
+
+
 class Group(BaseModel):
     """A conf/ group: frozen, and closed to unknown keys."""
 
@@ -36,10 +43,22 @@ class Group(BaseModel):
         if isinstance(data, Mapping):
             for key in cast("Mapping[str, Any]", data):
                 if key not in cls.model_fields:
-                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(cls.model_fields)}"
-                    raise ValueError(f"unknown key {key!r} in {cls.__name__}; {hint}")
+                    raise ValueError(f"unknown key {key!r} in {cls.__name__}; {nearest(str(key), cls.model_fields)}")
         return cast("object", data)
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A duration: a budget of nothing, or of no number, would end every rollout as a failure of ours."""
+
+Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A wait that may be none at all."""
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+"""A count of which 0 has a meaning of its own."""
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 
 
 class EngineConfig(Group):
@@ -56,45 +75,54 @@ class EngineConfig(Group):
     rendered twice. ``auto``: where the engine's start-up test proves that it can; ``on``: refuse to start otherwise."""
     stream: bool = True
     """Stream tokens with their ids from engines that can; false waits for whole replies."""
-    connect_timeout: float = 10.0
-    idle_timeout: float = 600.0
+    connect_timeout: Seconds = 10.0
+    idle_timeout: Seconds = 600.0
     """No byte from the engine for this long: it is down."""
     policy_version: str = ""
     """Which weights sample, for servers that do not tell (``nemo_rl``); what a trainer declares at run time outranks
     it. Empty: unknown, and said so."""
-    check_temperature: float = 1.0
-    check_top_p: float = 1.0
+    max_policy_age: Amount | None = None
+    """Updates by which the oldest tokens of a rollout may be behind the newest weights. A name that ends in a number
+    (``step-12``) is counted by it, any other by its order of appearance. ``None``: no limit."""
+    stale_rollouts: Literal["end", "mask", "report"] = "end"
+    """What becomes of a rollout over that limit. ``end``: it is stopped at once, and masked; ``mask``: it runs to its
+    end, and is masked; ``report``: it is only told (``policy_age``, ``policy_stale`` of its row)."""
+    pause_lease: Seconds | None = 1800.0
+    """Seconds after which a trainer that paused, and neither resumed nor paused again, counts as dead: what is held
+    ends as engine_error. ``None``: what is held waits for as long as a sandbox may live (24 h)."""
+    check_temperature: Temperature = 1.0
+    check_top_p: TopP = 1.0
     """``nemo_rl``: the sampling of the start-up check, which must be the recipe's; the server refuses any other."""
     tokenizer: Path | None = None
     """Directory with tokenizer.json and tokenizer_config.json: the scripted engine's own, and the served model's for
     ``sglang``, which splices with it."""
-    max_model_len: int = 131072
+    max_model_len: Count = 131072
     """Context window in tokens: of the scripted engine, and of a server that does not tell."""
-    scripts: tuple[str, ...] = ("fix", "fix", "give_up", "half")
+    scripts: Annotated[tuple[str, ...], Field(min_length=1)] = ("fix", "fix", "give_up", "half")
     """Scripted engine: the script of rollout i of a group is ``scripts[i % len]``."""
 
 
 class ProxyConfig(Group):
     """conf/proxy: what a session may do."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    max_output_tokens: int = 8192
-    max_calls: int = 200
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    max_output_tokens: Count = 8192
+    max_calls: Count = 200
     """Calls of one session; over it the harness is told to stop and the outcome is turn_limit."""
-    max_total_prompt_tokens: int | None = None
+    max_total_prompt_tokens: Count | None = None
     """Prompt tokens of all calls of one session together; over it as over ``max_calls``. ``None``: no limit."""
-    max_total_output_tokens: int | None = None
+    max_total_output_tokens: Count | None = None
     """Sampled tokens of all calls of one session together; likewise."""
-    max_seconds: float | None = None
+    max_seconds: Seconds | None = None
     """Wall clock of one session from its first model call, for proxies without a rollout's agent budget around them;
     after it what runs is aborted and the outcome is agent_timeout."""
-    max_concurrent: int = 16
-    max_body_bytes: int = 64 * 1024 * 1024
-    keep_alive: float = 8.0
+    max_concurrent: Count = 16
+    max_body_bytes: Count = 64 * 1024 * 1024
+    keep_alive: Seconds = 8.0
     """Seconds between keep-alive events while the engine works (design: at least every 10 s)."""
-    retry_grace: float = 5.0
+    retry_grace: Pause = 5.0
     """How long a generation whose client vanished waits for the harness's own retry before it is aborted."""
     steady_prompts: bool = True
     """Show the engine a fixed date and kernel release where a harness's prompt names today's and this machine's, and
@@ -110,10 +138,10 @@ class HarnessConfig(Group):
     command: tuple[str, ...] = ()
     """``shell`` harness: the argv to run; ``{instruction_file}`` is replaced."""
     extra_args: tuple[str, ...] = ()
-    max_turns: int = 100
+    max_turns: Count = 100
     """Calls of the agent itself, without sub-agents, compactions and retries. The harness's own limit where it has
     one, else the proxy's."""
-    context_window: int = 131072
+    context_window: Count = 131072
 
 
 class SandboxConfig(Group):
@@ -121,18 +149,16 @@ class SandboxConfig(Group):
 
     provider: str = "bubblewrap"
     provider_options: dict[str, Any] = Field(default_factory=dict)
-    memory_mib: int | None = None
+    memory_mib: Amount | None = None
     """MiB of one sandbox, the files it writes to memory included. ``None``: half of the machine's, at most 16 GiB; 0:
     no limit. An agent that uses them up is killed, and that is its own failure."""
-    cpus: float | None = None
-    pids: int = 4096
+    cpus: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    pids: Count = 4096
     """Processes and threads of one sandbox."""
-    disk_mib: int = 4096
+    disk_mib: Amount = 4096
     """MiB that may be written to each file system of a sandbox, and the longest file. 0: no limit."""
-
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A duration: a budget of nothing, or of no number, would end every rollout as a failure of ours."""
+    prewarm: Amount = 1
+    """Tasks whose own fix is measured for the grading at one time while agents work. 0: the first grading does it."""
 
 
 class BudgetConfig(Group):
@@ -153,7 +179,7 @@ class TrajectoryConfig(Group):
     (the only ones GRPO on NeMo-RL gives an advantage). ``main``: the chain the harness finished on, whatever it starts
     with. ``longest``: most trainable tokens. ``sample``: drawn in proportion to them."""
     trained_kinds: tuple[CallKind, ...] = (CallKind.AGENT, CallKind.SUB_AGENT, CallKind.COMPACTION)
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Longest row the trainer takes (its max sequence length); longer rows are cut after a whole call."""
     seed: int = 0
 
@@ -188,11 +214,11 @@ class WorkersConfig(Group):
     """One worker on every node of the Ray cluster the server belongs to; ``concurrency`` is then that of each."""
     resource: str = ""
     """Custom Ray resource a node must offer to get a worker (``ray start --resources``); empty: every node."""
-    retries: int = 1
+    retries: Amount = 1
     """How often a rollout is started again because its worker or node was lost."""
-    wait: float = 300.0
+    wait: Pause = 300.0
     """Seconds a row waits for a cluster without any node that serves."""
-    refresh: float = 5.0
+    refresh: Seconds = 5.0
     """Seconds between two looks at the cluster for nodes that joined."""
 
 
@@ -210,7 +236,7 @@ class PolarConfig(Group):
     workers: WorkersConfig = WorkersConfig()
     data: str = ""
     """Task rows: a parquet or JSONL path or folder, ``hub:<dataset name>``, ``embedded``, or empty (see tasks.rows)."""
-    concurrency: int = 8
+    concurrency: Count = 8
     """Rollouts running at once in this process; the rest queue for free."""
 
 
@@ -260,6 +286,8 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Po
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"no config.yaml in {folder}: name a folder laid out like polar_env's conf/")
     groups = {path.name for path in folder.iterdir() if path.is_dir()}
+    for text in overrides:
+        _pickable(text.lstrip("+"), folder, groups)
     try:
         with _own_hydra(), initialize_config_dir(str(folder), version_base=None):
             node = hydra_compose("config", overrides=[_settle(text, groups) for text in overrides])
@@ -267,6 +295,15 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Po
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     return load(cast("Mapping[str, Any]", data))
+
+
+def _pickable(text: str, folder: Path, groups: set[str]) -> None:
+    """Refuse a group file that is not there in fewer words than Hydra's, with the nearest."""
+    group, _, name = text.partition("=")
+    if group in groups and re.fullmatch(r"\w+", name) and not (folder / group / f"{name}.yaml").is_file():
+        files = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+        hint = nearest(name, files, "there are")
+        raise ConfigError(f"{text}: there is no {name!r} in conf/{group}; {hint}")
 
 
 def _settle(text: str, groups: set[str]) -> str:

@@ -75,6 +75,30 @@ class GradeError(PolarError):
     outcome = Outcome.GRADE_ERROR
 
 
+class Stopped(PolarError):  # noqa: N818 - nothing failed: somebody ended it
+    """The rollout was ended from outside, and nothing more is sampled for it."""
+
+    outcome = Outcome.CANCELLED
+
+
+class StalePolicy(Stopped):
+    """Tokens of the rollout are of weights that were replaced too many updates ago."""
+
+    outcome = Outcome.STALE_POLICY
+
+
+class Straggler(Stopped):
+    """Most of the rollout's group had finished, and the time the rest was given is over."""
+
+    outcome = Outcome.STRAGGLER
+
+
+class GroupTimeout(Straggler):
+    """The same, where what stands then is graded."""
+
+    outcome = Outcome.GROUP_TIMEOUT
+
+
 class BadRequest(PolarError):  # noqa: N818 - the wire's own name for it
     """A harness sent something whose meaning we cannot keep (n > 1, not JSON): HTTP 400 in the dialect's shape."""
 

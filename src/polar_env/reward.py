@@ -41,6 +41,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     Outcome.AGENT_TIMEOUT: Ending.UNFINISHED,
     Outcome.TURN_LIMIT: Ending.UNFINISHED,
     Outcome.CONTEXT_OVERFLOW: Ending.UNFINISHED,
+    Outcome.GROUP_TIMEOUT: Ending.UNFINISHED,
     **dict.fromkeys(INFRASTRUCTURE, Ending.INFRASTRUCTURE),
 }
 

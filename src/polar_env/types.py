@@ -58,6 +58,12 @@ class Outcome(StrEnum):
     """The engine is well and took none of the harness's requests: the two do not fit. Nothing was sampled."""
     GRADE_ERROR = "grade_error"
     CANCELLED = "cancelled"
+    STALE_POLICY = "stale_policy"
+    """What it sampled first is older than ``engine.max_policy_age`` allows: too far off the policy to train."""
+    STRAGGLER = "straggler"
+    """Most of its group had long finished (``stragglers``, then ``mask``)."""
+    GROUP_TIMEOUT = "group_timeout"
+    """The same where the time a group takes is part of the task (``stragglers``, then ``grade``): graded as it stands."""
     CAPTURE_INCOMPLETE = "capture_incomplete"
 
 
@@ -69,6 +75,8 @@ INFRASTRUCTURE: frozenset[Outcome] = frozenset(
         Outcome.REQUEST_REFUSED,
         Outcome.GRADE_ERROR,
         Outcome.CANCELLED,
+        Outcome.STALE_POLICY,
+        Outcome.STRAGGLER,
         Outcome.CAPTURE_INCOMPLETE,
     }
 )
@@ -369,3 +377,7 @@ class RolloutResult:
     exit: HarnessExit | None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Wall-clock seconds by phase: queue, start, agent, grade, finalise; held: how much was spent at the fence."""
+    ages: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Name of each policy version that sampled -> how many updates it was behind when the rollout ended."""
+    stale: str = ""
+    """Why it is older than ``engine.max_policy_age`` allows; empty when it is not."""

@@ -32,6 +32,8 @@ class Session:
     """Scripted engine only: which policy plays this rollout."""
     gold_patch: str = ""
     """Scripted engine only: the fix its scripts apply. Never part of a prompt."""
+    side: bool = False
+    """The call is one whose tokens never train (a title, a quota check): how old its weights are is nobody's matter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,32 @@ again. One that had streamed a part cannot be: it ends as a busy engine, which b
 again.
 
 The time a session waits at the fence, and the time of generations thrown away, is nobody's budget: ``Hold`` counts it.
+
+Two things end sessions here. Age: a session whose oldest tokens are more than ``engine.max_policy_age`` updates old can
+no longer train. And a trainer that died: a pause is a lease (``engine.pause_lease``), renewed by pausing again, and when
+it lapses nobody knows what the weights are. Then calls that are held, that run, or that come are failures of the engine,
+until a trainer pauses or resumes: sampling on would train on weights without a name, and waiting on would keep sandboxes
+for a day that nobody collects from.
 """
 
 import asyncio
+import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import cast
 
+from polar_env.config import EngineConfig
 from polar_env.engine import Engine, EngineFacts, Session
-from polar_env.errors import BadRequest, EngineBusy, EngineError
+from polar_env.engine.ages import Versions
+from polar_env.engine.hold import Hold
+from polar_env.errors import BadRequest, EngineBusy, EngineError, PolarError, StalePolicy
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, StopReason
+
+log = logging.getLogger(__name__)
 
 VERSION = re.compile(r"[^\s+]{1,200}")
 """A declared version: no space, and no ``+``, which joins the versions of one generation."""
@@ -52,55 +64,10 @@ class FenceState:
     """Aborted generations sampled again without the harness knowing, so far."""
     broken: int
     """Aborted generations that had shown a part: their streams broke."""
-
-
-class Hold:
-    """The wall-clock time one session lost at the fence, in seconds: the union over its concurrent calls."""
-
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._until = 0.0
-        """End of what is in ``_total``."""
-        self._since = 0.0
-        self._calls = 0
-
-    @property
-    def calls(self) -> int:
-        """Calls held now."""
-        return self._calls
-
-    @property
-    def seconds(self) -> float:
-        """Up to now, a hold under way included."""
-        return self._total + (time.monotonic() - self._since if self._calls else 0.0)
-
-    def owed(self, granted: float) -> float:
-        """Seconds to add to a deadline that has come and was moved by ``granted`` before; 0.0: it stands.
-
-        At least a second while a call is held, so that the holder of the deadline does not ask all the time.
-        """
-        owed = max(0.0, self.seconds - granted)
-        return max(1.0, owed) if self._calls else owed
-
-    @contextmanager
-    def held(self) -> Generator[None]:
-        """One call waits in this block."""
-        if not self._calls:
-            self._since = time.monotonic()
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._until = time.monotonic()
-                self._total += self._until - self._since
-
-    def lost(self, began: float) -> None:
-        """A generation that ran from ``began`` (monotonic) until now was thrown away."""
-        end = self._since if self._calls else time.monotonic()
-        self._total += max(0.0, end - max(began, self._until))
-        self._until = max(self._until, end)
+    lease: float | None = None
+    """Seconds until the pause lapses unless it is renewed; ``None``: it is open, or a pause without end."""
+    lapsed: bool = False
+    """The trainer that paused did not come back in time: every call fails until one pauses or resumes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +76,7 @@ class _Run:
 
     versions: list[str]
     """Declared versions it saw, in order; an empty one first when none was declared."""
+    session: Session
     aborted: bool = False
     scope: asyncio.Timeout | None = None
     began: float = field(default_factory=time.monotonic)
@@ -133,17 +101,32 @@ class _Run:
         self.aborted = True
 
 
-class Fence:
-    """An engine (``engine.Engine``) with a gate before it."""
+@dataclass(slots=True)
+class _Tenant:
+    """What the fence knows of a session."""
 
-    def __init__(self, engine: Engine) -> None:
+    hold: Hold = field(default_factory=Hold)
+    sampled: dict[str, None] = field(default_factory=dict[str, None])
+    """Versions behind its calls that may train, in order."""
+    stop: Callable[[PolarError], None] = lambda _: None
+
+
+class Fence:
+    """An engine (``engine.Engine``) with a gate before it. ``config``: how old tokens and how long pauses may get."""
+
+    def __init__(self, engine: Engine, config: EngineConfig | None = None) -> None:
         self._engine = engine
+        self._config = config or EngineConfig()
+        self.versions = Versions()
         self._version = ""
         self._open = asyncio.Event()
         self._open.set()
         self._runs: set[_Run] = set()
-        self._holds: dict[str, Hold] = {}
+        self._tenants: dict[str, _Tenant] = {}
         self._changed = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._lease: asyncio.TimerHandle | None = None
+        self._lapsed = ""
         self._resampled = 0
         self._broken = 0
 
@@ -151,7 +134,7 @@ class Fence:
 
     async def check(self) -> EngineFacts:
         """As the engine's; held while the fence is closed, because it samples."""
-        await self._open.wait()
+        await self._pass("", Hold())
         return await self._engine.check()
 
     async def generate(
@@ -165,8 +148,8 @@ class Fence:
         """
         hold, shown = self.hold(session.session_id), False
         while True:
-            await self._pass(hold)
-            with self._running() as run:
+            await self._pass(session.session_id, hold)
+            with self._running(session) as run:
                 generation = self._engine.generate(request, sampling, session)
                 async with aclosing(cast("AsyncGenerator[Delta | EngineReply]", generation)) as items:
                     while (item := await run.next(items)) is not None:
@@ -174,7 +157,7 @@ class Fence:
                             if item.turn.stop is StopReason.ABORT and self.closed:
                                 run.aborted = True
                                 break
-                            yield _dated(item, run.versions)
+                            yield self._sampled(item, run)
                             return
                         if request.stream:
                             shown = True
@@ -198,11 +181,33 @@ class Fence:
 
     def hold(self, session_id: str) -> Hold:
         """What a session lost at the fence; the same object until ``forget``."""
-        return self._holds.setdefault(session_id, Hold())
+        return self._tenant(session_id).hold
+
+    def watch(self, session_id: str, stop: Callable[[PolarError], None]) -> None:
+        """``stop`` ends the session with the reason it is given: it cannot train any more, or its trainer is gone."""
+        self._tenant(session_id).stop = stop
 
     def forget(self, session_id: str) -> None:
         """The session is over."""
-        self._holds.pop(session_id, None)
+        self._tenants.pop(session_id, None)
+
+    def usable(self) -> None:
+        """Raises EngineError while a lapsed pause stands: what is begun now could not sample."""
+        if self._lapsed:
+            raise EngineError(self._lapsed)
+
+    def stale(self, versions: Iterable[str]) -> StalePolicy | None:
+        """Why tokens of these versions are too old to train by ``engine.max_policy_age``; ``None``: they are not."""
+        limit, names = self._config.max_policy_age, tuple(versions)
+        oldest = max(names, key=self.versions.age, default="")
+        age = self.versions.age(oldest)
+        if limit is None or not names or age <= limit:
+            return None
+        span = " to ".join(name or "the first weights" for name in dict.fromkeys((names[0], names[-1])))
+        return StalePolicy(
+            f"sampled by {span}, and {oldest or 'what came first'} is {age} updates behind "
+            f"{self.versions.newest(oldest)}: engine.max_policy_age is {limit}"
+        )
 
     # --- the trainer's side ------------------------------------------------------------------------------------
 
@@ -213,19 +218,34 @@ class Fence:
 
     @property
     def state(self) -> FenceState:
-        held = sum(hold.calls for hold in self._holds.values())
-        return FenceState(self.closed, len(self._runs), held, self._version, self._resampled, self._broken)
+        held = sum(tenant.hold.calls for tenant in self._tenants.values())
+        left = None if self._lease is None else round(max(0.0, self._lease.when() - self._now()), 1)
+        return FenceState(
+            self.closed,
+            len(self._runs),
+            held,
+            self._version,
+            self._resampled,
+            self._broken,
+            lease=left,
+            lapsed=bool(self._lapsed),
+        )
 
     async def pause(self, mode: Pause = Pause.WAIT) -> FenceState:
         """Hold every generation that has not begun. Returns when none runs (``keep``: at once), or at a ``resume``.
 
-        A pause that is given up by its caller stays in force until ``resume``.
+        A pause that is given up by its caller stays in force until ``resume``, or until its lease is over: that begins
+        when this returns, and anew with every pause.
         """
         self._open.clear()
-        if mode is Pause.ABORT:
-            self._stop()
-        while mode is not Pause.KEEP and self._runs and self.closed:
-            await self._changed.wait()
+        self._renew(None)  # whoever waits here is alive
+        try:
+            if mode is Pause.ABORT:
+                self._stop()
+            while mode is not Pause.KEEP and self._runs and self.closed:
+                await self._changed.wait()
+        finally:
+            self._renew(self._config.pause_lease if self.closed else None)
         return self.state
 
     def resume(self, version: str | None = None) -> FenceState:
@@ -233,6 +253,8 @@ class Fence:
         if version is not None:
             self.declare(version)
         self._open.set()
+        self._renew(None)
+        self._move()
         self._tell()
         return self.state
 
@@ -256,19 +278,28 @@ class Fence:
         for run in self._runs:
             if run.versions[-1] != version:
                 run.versions.append(version)
+        if self.versions.declare(version):
+            self._end_stale(tuple(self._tenants))
         return self.state
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    async def _pass(self, hold: Hold) -> None:
+    def _tenant(self, session_id: str) -> _Tenant:
+        return self._tenants.setdefault(session_id, _Tenant())
+
+    async def _pass(self, session_id: str, hold: Hold) -> None:
+        """Raises EngineError when the pause lapses, or has."""
         if self.closed:
             with hold.held():
                 while self.closed:  # closed again before we woke
-                    await self._open.wait()
+                    if self._lapsed:
+                        self._end(session_id, EngineError(self._lapsed))
+                        raise EngineError(self._lapsed)
+                    await self._moved.wait()
 
     @contextmanager
-    def _running(self) -> Generator[_Run]:
-        run = _Run([self._version])
+    def _running(self, session: Session) -> Generator[_Run]:
+        run = _Run([self._version], session)
         self._runs.add(run)
         try:
             yield run
@@ -281,6 +312,61 @@ class Fence:
         for run in stopped:
             run.abort()
         return stopped
+
+    def _sampled(self, reply: EngineReply, run: _Run) -> EngineReply:
+        """The reply with its versions, which are noted. What is too old ends once the reply has been recorded."""
+        news = reply.versioned and self.versions.told(reply.policy_version)
+        dated, who = _dated(reply, run.versions), run.session.session_id
+        if who in self._tenants and not run.session.side:
+            self._tenants[who].sampled[dated.policy_version] = None
+        asyncio.get_running_loop().call_soon(self._end_stale, tuple(self._tenants) if news else (who,))
+        return dated
+
+    def _end_stale(self, session_ids: Iterable[str]) -> None:
+        """End the sessions that cannot train any more: by what they sampled, or by what is being sampled."""
+        if self._config.max_policy_age is None or self._config.stale_rollouts != "end":
+            return
+        running: dict[str, list[str]] = {}
+        for run in self._runs:
+            if not run.aborted and not run.session.side:
+                running.setdefault(run.session.session_id, []).append(run.versions[0])
+        for session_id in session_ids:
+            if (tenant := self._tenants.get(session_id)) is not None:
+                error = self.stale((*tenant.sampled, *running.get(session_id, ())))
+                if error is not None:
+                    tenant.stop(error)
+
+    def _end(self, session_id: str, error: PolarError) -> None:
+        if (tenant := self._tenants.get(session_id)) is not None:
+            tenant.stop(error)
+
+    def _renew(self, seconds: float | None) -> None:
+        """The pause, if there is one, lapses in ``seconds``; ``None``: never."""
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lapsed = ""
+        later = asyncio.get_running_loop().call_later
+        self._lease = None if seconds is None else later(seconds, self._lapse, seconds)
+
+    def _lapse(self, seconds: float) -> None:
+        self._lapsed = (
+            f"the trainer paused the engine and neither resumed nor renewed the pause for {seconds:g} s "
+            "(engine.pause_lease): nobody knows its weights; `polar control resume VERSION` opens the fence again"
+        )
+        log.warning("%s", self._lapsed)
+        busy = {run.session.session_id for run in self._runs}
+        busy |= {name for name, tenant in self._tenants.items() if tenant.hold.calls}
+        for session_id in busy:
+            self._end(session_id, EngineError(self._lapsed))
+        self._move()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _move(self) -> None:
+        """Wake what is held."""
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _tell(self) -> None:
         self._changed.set()

@@ -17,6 +17,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
 """Bounds of the histograms: from a sandbox's start to an agent's budget."""
 
+AGES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""Bounds of the histogram of ages, in updates."""
+
 _JOIN, _PHASE = "joins_", "seconds_"
 
 
@@ -41,6 +44,15 @@ class Metrics:
         self._holes = Counter("polar_holes", "Broken capture contracts.", ("kind",), registry=registry)
         self._flags = Counter("polar_flags", "What gradings noticed.", ("flag",), registry=registry)
         self._joins = Counter("polar_joins", "How calls continued earlier ones.", ("join",), registry=registry)
+        self._stale = Counter(
+            "polar_stale_rollouts", "Rollouts over engine.max_policy_age.", ("harness",), registry=registry
+        )
+        self._ages = Histogram(
+            "polar_policy_age_updates",
+            "Updates the oldest delivered token of a rollout was behind.",
+            buckets=AGES,
+            registry=registry,
+        )
         self._seconds = Histogram(
             "polar_phase_seconds", "Wall clock of a rollout's phases.", ("phase",), buckets=SECONDS, registry=registry
         )
@@ -72,6 +84,9 @@ class Metrics:
         flags: Sequence[str] = verdict.get("flags") or ()
         for flag in flags:
             self._flags.labels(flag).inc()
+        self._stale.labels(harness).inc(row.get("policy_stale", 0.0))
+        if row.get("num_model_calls"):
+            self._ages.observe(row.get("policy_age", 0.0))
         self._numbers(row)
 
     def _numbers(self, row: Mapping[str, Any]) -> None:

@@ -45,9 +45,15 @@ FAILURE_KINDS: Mapping[Outcome, str | None] = {
         Outcome.ENGINE_ERROR,
         Outcome.REQUEST_REFUSED,
         Outcome.CAPTURE_INCOMPLETE,
+        Outcome.STALE_POLICY,
+        Outcome.STRAGGLER,
+        Outcome.GROUP_TIMEOUT,
     )
 }
 """Outcome -> ``nemo_gym.failure_kinds`` where it has a word, else ours in its ``<server>:<kind>`` form."""
+
+ENDED_EARLY = (Outcome.STALE_POLICY, Outcome.STRAGGLER, Outcome.GROUP_TIMEOUT, Outcome.CANCELLED)
+"""Rollouts that somebody ended from outside."""
 
 PHASES = ("queue", "start", "agent", "grade", "finalise", "held")
 
@@ -221,6 +227,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "truncated": float(delivery.truncated),
         "text_only": float(text_only(result.ledger.records)),
         "num_policy_versions": float(len(_names(sampled_by))),
+        **_ages(result, delivery.chain),
         "num_calls_across_versions": float(sum("+" in version for version in sampled_by)),
         **{f"joins_{join}": float(count) for join, count in joins(result.ledger).items()},
         "starts_with_task": float(_starts_with_task(result, delivery)),
@@ -228,7 +235,23 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "patch_bytes": float(len(result.patch)),
         "harness_exit_code": -1.0 if code is None else float(code),
         "agent_timed_out": float(result.outcome is Outcome.AGENT_TIMEOUT),
+        "ended_early": float(result.outcome in ENDED_EARLY),
         **{f"seconds_{phase}": round(float(result.seconds.get(phase, 0.0)), 6) for phase in PHASES},
+    }
+
+
+def _ages(result: RolloutResult, chain: Chain | None) -> dict[str, float]:
+    """Updates that the weights behind the delivered tokens were behind when the rollout ended, masked or not: of the
+    oldest, and the mean over tokens; and whether the rollout is over the limit (``engine.max_policy_age``)."""
+    versions = {record.call_id: record.policy_version for record in result.ledger.records}
+    turns = [turn for turn in (chain.turns if chain else ()) if turn.trained]
+    ages = [max(result.ages.get(name, 0) for name in versions[turn.call_id].split("+")) for turn in turns]
+    tokens = [len(turn.sampled_ids) for turn in turns]
+    mean = sum(age * count for age, count in zip(ages, tokens, strict=True)) / max(1, sum(tokens))
+    return {
+        "policy_age": float(max(ages, default=0)),
+        "policy_age_mean": round(mean, 6),
+        "policy_stale": float(bool(result.stale)),
     }
 
 

@@ -28,7 +28,7 @@ from typing import Any, Self, cast
 from aiohttp import web
 
 from polar_env.capture import Ledger
-from polar_env.config import ProxyConfig
+from polar_env.config import EngineConfig, ProxyConfig
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
 from polar_env.engine.fence import Fence
@@ -62,13 +62,20 @@ class ProxyServer:
 
     ``async with ProxyServer(engine, config) as proxy``. Generations live in its task group; leaving closes every
     session. ``model`` is the one name that GET /v1/models lists: the name harnesses are told, which is not the engine's
-    own (often a path of this machine). ``dialects`` are dotted paths, first match wins.
+    own (often a path of this machine). ``dialects`` are dotted paths, first match wins; ``updates`` is what ``fence``
+    does about weights that change.
     """
 
     def __init__(
-        self, engine: Engine, config: ProxyConfig, *, model: str = "policy", dialects: tuple[str, ...] = DIALECTS
+        self,
+        engine: Engine,
+        config: ProxyConfig,
+        *,
+        model: str = "policy",
+        dialects: tuple[str, ...] = DIALECTS,
+        updates: EngineConfig | None = None,
     ) -> None:
-        self.fence = Fence(engine)
+        self.fence = Fence(engine, updates)
         self._config = config
         self._model = model
         self._dialects = tuple(cast("Dialect", pkgutil.resolve_name(path)()) for path in dialects)
@@ -119,6 +126,7 @@ class ProxyServer:
             hold=self.fence.hold(session_id),
         )
         self._sessions[session.key] = session
+        self.fence.watch(session_id, session.stop)
         return session
 
     @asynccontextmanager

@@ -37,8 +37,17 @@ from polar_env.config import ProxyConfig
 from polar_env.continuation import History
 from polar_env.engine import Engine
 from polar_env.engine import Session as EngineSession
-from polar_env.engine.fence import Hold
-from polar_env.errors import CaptureError, EngineBusy, EngineError, EngineOverflow, EngineRefused, PolarError, boundary
+from polar_env.engine.hold import Hold
+from polar_env.errors import (
+    CaptureError,
+    EngineBusy,
+    EngineError,
+    EngineOverflow,
+    EngineRefused,
+    PolarError,
+    Stopped,
+    boundary,
+)
 from polar_env.proxy.ask import Ask
 from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
 from polar_env.proxy.limits import Limits
@@ -96,6 +105,11 @@ def policy(config: ProxyConfig, sampling: Sampling | None) -> Sampling:
     if sampling is None:
         return Sampling(config.temperature, config.top_p, config.top_k, config.max_output_tokens)
     return replace(sampling, max_tokens=min(config.max_output_tokens, sampling.max_tokens or config.max_output_tokens))
+
+
+def _over() -> Refusal:
+    """What the harness of a session that was ended from outside is told: 404, after which it stops by itself."""
+    return Refusal(404, "this session is over")
 
 
 class Session:
@@ -221,6 +235,14 @@ class Session:
         """We could not carry an answer to the harness: our failure, which a retry would only repeat."""
         self._end(error)
 
+    def stop(self, error: PolarError) -> None:
+        """End the session from outside, for a reason of ours: what runs is aborted, what comes is refused, and
+        ``ended`` tells whoever holds the harness to kill it. Nothing happens to one that is closed."""
+        if not self.closed:
+            self._end(error)
+            for attempt in tuple(self._running):
+                attempt.abort(_over())
+
     async def close(self) -> SealedLedger:
         """Refuse what comes, abort what runs, let commits finish, seal. Idempotent; safe to repeat after a cancel."""
         self.closed = True
@@ -251,6 +273,8 @@ class Session:
         """Raises Refusal when this call may not start."""
         if isinstance(self._ending, TurnLimit | TimeLimit):
             raise Refusal(404, str(self._ending))
+        if isinstance(self._ending, Stopped):
+            raise _over()
         if isinstance(self._ending, EngineError):
             raise Refusal(503, "the model engine is down; this session is over")
         try:
@@ -296,7 +320,7 @@ class Session:
 
     async def _run(self, attempt: Attempt, ask: Ask, earlier: Attempt | None) -> None:
         try:
-            reply = await self._sample(attempt, ask.place.carried(ask.request, self._ledger.ids))
+            reply = await self._sample(attempt, ask.place.carried(ask.request, self._ledger.ids), ask.kind)
             attempt.reply(reply.turn)
             self._threads.answered(ask.thread, reply.turn)
             self.limits.sampled(reply.turn.usage)
@@ -311,9 +335,10 @@ class Session:
         except Exception as error:  # noqa: BLE001 - one call's bug must not end the other sessions of the task group
             self._failed(attempt, EngineError(f"sampling {attempt.call_id}: {type(error).__name__}: {error}"))
 
-    async def _sample(self, attempt: Attempt, request: ModelRequest) -> EngineReply:
+    async def _sample(self, attempt: Attempt, request: ModelRequest, kind: CallKind) -> EngineReply:
         """Raises EngineError and its kin. Leaving early closes the engine's iterator, which aborts upstream."""
-        generation = self.engine.generate(request, self.sampling, self._engine_session)
+        who = replace(self._engine_session, side=True) if kind is CallKind.SIDE else self._engine_session
+        generation = self.engine.generate(request, self.sampling, who)
         async with aclosing(cast("AsyncGenerator[Delta | EngineReply]", generation)) as items:
             async for item in items:
                 if isinstance(item, Delta):
