@@ -13,6 +13,8 @@ from polar_env.cli import main
 from polar_env.errors import ConfigError
 from polar_env.gym import CONFIG, ROOT, SERVERS
 from polar_env.recipe import Request, render
+from polar_env.tasks.embedded_rows import embedded_rows
+from tasks_helpers import good_row, write_jsonl
 
 BASE = """\
 grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 16, async_grpo: {enabled: false}}
@@ -99,6 +101,62 @@ def test_gym_finds_a_finished_environment_for_each_server(request_):
     assert merged.env.nemo_gym.skip_venv_if_present
 
 
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """Rows of which two are made here and two come as images."""
+    made = embedded_rows()[:2]
+    images = [good_row(instance_id=f"acme__gadget-{i}", image=f"acme/gadget:{i}") for i in (1, 2)]
+    return str(write_jsonl(tmp_path / "rows.jsonl", images[0], *made, images[1]))
+
+
+def test_tasks_that_the_sandbox_cannot_run_are_left_out_and_counted(request_, mixed: str):
+    made = render(replace(request_, data=mixed))
+    train = request_.out.resolve() / "train.jsonl"
+    assert made.rows[str(train)] == 4
+    assert {json.loads(line)["task_id"] for line in train.read_text().splitlines()} == {
+        row["instance_id"] for row in embedded_rows()[:2]
+    }
+    left_out, *_ = made.notes
+    assert left_out.startswith("2 of 4 tasks are left out, which the bubblewrap sandbox cannot run. The first: acme__")
+    assert "set sandbox.provider to one that can" in left_out
+
+
+def test_under_a_sandbox_that_runs_images_all_rows_stay_and_what_the_nodes_need_is_said(request_, mixed: str):
+    made = render(replace(request_, data=mixed, overrides=(f"{POLAR}.sandbox.provider=docker",)))
+    assert made.rows[str(request_.out.resolve() / "train.jsonl")] == 8
+    assert made.notes[0] == "2 tasks come as images: every node needs docker and room for them"
+
+
+def test_rows_of_which_none_can_run_are_refused(request_, tmp_path: Path):
+    data = str(write_jsonl(tmp_path / "rows.jsonl", good_row()))
+    with pytest.raises(ConfigError, match=r"none of the 1 tasks of .* can run: acme__gadget-1 comes as acme/gadget"):
+        render(replace(request_, data=data))
+
+
+def test_validation_on_the_training_rows_is_said(request_, mixed: str):
+    told = "validation is on the training rows: give held-out ones with --validation"
+    assert told in render(request_).notes
+    held_out = render(replace(request_, validation=mixed)).notes
+    assert told not in held_out
+    assert any(note.startswith("2 of 4 tasks are left out") for note in held_out)
+    looking = render(replace(request_, name="collect_qwen3_0.6b_1gpu"))
+    assert told not in looking.notes
+
+
+def test_how_long_a_step_may_take_is_said(request_):
+    budget = ",".join(f"{phase}: {seconds}" for phase, seconds in (("start", 60), ("agent", 600), ("finalise", 60)))
+    few = (f"{POLAR}.budget={{{budget},grade: 480}}", f"{POLAR}.concurrency=24")
+    assert render(replace(request_, overrides=few)).notes[-1] == (
+        "a rollout may take 20 min (start 60 s, agent 600, finalise 60, grade 480); "
+        "a step of 64 rollouts, 24 at a time, 60 min at worst"
+    )
+
+
+def test_without_data_it_is_said_what_to_give(request_):
+    with pytest.raises(ConfigError, match=r"give the rows to train on: --data rows\.parquet"):
+        render(replace(request_, data=""))
+
+
 def test_the_script_runs_nemo_rl_in_its_own_folder_with_the_recipe_and_the_user_s_overrides(request_):
     made = render(request_)
     env = {"NEMO_RL_RUN": "python3", "PATH": "/usr/bin:/bin:/usr/local/bin"}
@@ -168,6 +226,7 @@ def test_the_command_lists_renders_and_says_how_to_run(checkout: Path, tmp_path:
     assert main(["recipe", PAPER, *words, "--harness", "codex,pi", "grpo.seed=1"]) == 0
     printed = capsys.readouterr().out
     assert "6 rows in" in printed
+    assert "\n- validation is on the training rows" in printed
     assert str(out / "run.sh") in printed
     assert main(["recipe", PAPER, "--nemo-rl", str(tmp_path), "--data", "embedded", "--out", str(out)]) == 2
     assert "NeMo-RL checkout" in capsys.readouterr().err

@@ -69,6 +69,8 @@ def _recipe(arguments: argparse.Namespace) -> int:
     )
     for path, count in made.rows.items():
         print(f"{count} rows in {path}")
+    for note in made.notes:
+        print(f"- {note}")
     print(f"recipe {made.config}: checked\nrun it: {made.script}, or polar submit ... --recipe {made.script.parent}")
     return 0
 

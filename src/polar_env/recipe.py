@@ -5,6 +5,7 @@ ours. So it is rendered: marks such as ``@train@`` become absolute paths, and be
 links by which Gym runs our servers in this environment, and a script that starts the training with its variables set.
 """
 
+import math
 import re
 import shlex
 import sys
@@ -16,12 +17,14 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from polar_env.config import PolarConfig, load
+from polar_env.config import PolarConfig, SandboxConfig, load
 from polar_env.errors import ConfigError, boundary
 from polar_env.gym import CONFIG, ROOT
 from polar_env.gym.dataset import dataset_row, write
 from polar_env.gym.venvs import link_venvs
+from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
+from polar_env.tasks.prepare import image_of
 
 DRIVER = "examples/nemo_gym/run_grpo_nemo_gym.py"
 """NeMo-RL's entry point for environments of NeMo Gym, under its checkout."""
@@ -54,6 +57,8 @@ class Rendered:
     script: Path
     rows: Mapping[str, int]
     """File -> number of rows written."""
+    notes: tuple[str, ...] = ()
+    """What is not wrong and should be known before GPUs are asked for."""
 
 
 def recipes() -> Path:
@@ -72,8 +77,11 @@ def names() -> tuple[str, ...]:
 def render(request: Request) -> Rendered:
     """Write the recipe, its rows, links and script below ``request.out``; nothing in it depends on a working directory.
 
-    Raises ConfigError: an unknown recipe, no NeMo-RL there, rows that cannot be read, or a recipe that would fail or
-    waste its run (``problems``), each with what to change.
+    Tasks that the recipe's sandbox cannot run are left out of the rows, and ``notes`` says so: each would come back
+    masked, step after step.
+
+    Raises ConfigError: an unknown recipe, no NeMo-RL there, no rows or none that can run, or a recipe that would fail
+    or waste its run (``problems``), each with what to change.
     """
     source = recipes() / f"{request.name}.yaml"
     if not source.is_file():
@@ -81,6 +89,8 @@ def render(request: Request) -> Rendered:
     nemo_rl = request.nemo_rl.expanduser().resolve()
     if not (nemo_rl / DRIVER).is_file():
         raise ConfigError(f"{nemo_rl} holds no {DRIVER}: give the folder of a NeMo-RL checkout (in its container, too)")
+    if not request.data:
+        raise ConfigError("give the rows to train on: --data rows.parquet (or JSONL, a folder, hub:NAME, embedded)")
     out = request.out.expanduser().resolve()
     train, validation = out / "train.jsonl", out / "validation.jsonl"
     marks = {"nemo_rl": nemo_rl, "gym_root": ROOT, "out": out, "train": train, "validation": validation}
@@ -88,14 +98,16 @@ def render(request: Request) -> Rendered:
     config = _write(source, out, marks, request.overrides)
     merged = inherited(config)
     group = int(_number(merged, "grpo", "num_generations_per_prompt") or 1)
-    held_out = request.validation or request.data
-    counts = {
-        str(train): _rows(request, request.data, train, 1),
-        str(validation): _rows(request, held_out, validation, group if _collects(merged) else 1),
-    }
+    polar = server_config(merged)
+    sources = {train: _Rows(request, request.data, 1, polar.sandbox)}
+    again = group if _collects(merged) else 1
+    sources[validation] = _Rows(request, request.validation or request.data, again, polar.sandbox)
+    counts = {str(path): rows.write(path) for path, rows in sources.items()}
     if found := (*problems(merged), *_row_problems(merged, counts[str(train)])):
         raise ConfigError(f"{config} would not run well: " + "; ".join(found))
-    return Rendered(config, _script(out, nemo_rl, config), counts)
+    held_out = sources[validation].notes() if request.validation else _same_rows(merged)
+    notes = (*sources[train].notes(), *held_out, _budget_note(merged, polar))
+    return Rendered(config, _script(out, nemo_rl, config), counts, notes)
 
 
 def _write(source: Path, out: Path, marks: Mapping[str, Path], overrides: Sequence[str]) -> Path:
@@ -124,12 +136,61 @@ def _defaults(config: Any) -> list[str]:
     return [named] if isinstance(named, str) else [str(name) for name in named]
 
 
-def _rows(request: Request, data: str, path: Path, repeats: int) -> int:
-    """Rows name the data and never carry it: no fix and no test of a task is in a file a harness could see."""
-    where = str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
-    tasks = task_rows.load(where, request.tasks)
-    harnesses = request.harnesses or ("",)
-    return write((dataset_row(t, h, where) for t in tasks for h in harnesses for _ in range(repeats)), path)
+class _Rows:
+    """The rows of one file: of the tasks that can run, for each harness. They name the data and never carry it: no fix
+    and no test of a task is in a file a harness could see."""
+
+    def __init__(self, request: Request, data: str, repeats: int, sandbox: SandboxConfig) -> None:
+        """Raises ConfigError: the data cannot be read, or the sandbox can run none of its tasks."""
+        self._where = str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
+        self._harnesses, self._repeats, self._sandbox = request.harnesses or ("",), repeats, sandbox
+        self._tasks, self._refusals = list[Task](), list[str]()
+        for task in task_rows.load(self._where, request.tasks):
+            try:
+                image_of(task, sandbox)
+            except ConfigError as error:
+                self._refusals.append(str(error))
+            else:
+                self._tasks.append(task)
+        if not self._tasks:
+            raise ConfigError(f"none of the {len(self._refusals)} tasks of {data} can run: {self._refusals[0]}")
+
+    def write(self, path: Path) -> int:
+        """How many rows were written."""
+        tasks, repeats = self._tasks, range(self._repeats)
+        return write((dataset_row(t, h, self._where) for t in tasks for h in self._harnesses for _ in repeats), path)
+
+    def notes(self) -> Iterator[str]:
+        if self._refusals:
+            known, by = len(self._refusals) + len(self._tasks), self._sandbox.provider
+            yield (
+                f"{len(self._refusals)} of {known} tasks are left out, which the {by} sandbox cannot run. The first: "
+                f"{self._refusals[0]}"
+            )
+        images = sum(bool(image_of(task, self._sandbox)) for task in self._tasks)
+        if images:
+            yield f"{images} tasks come as images: every node needs {self._sandbox.provider} and room for them"
+
+
+def _same_rows(config: DictConfig) -> Iterator[str]:
+    if not _collects(config):
+        yield "validation is on the training rows: give held-out ones with --validation"
+
+
+def _budget_note(config: DictConfig, polar: PolarConfig) -> str:
+    """How long a step can take: its rollouts, each with its whole budget, as many at a time as the server allows."""
+    budget = polar.budget
+    longest = budget.start + budget.agent + budget.finalise + budget.grade
+    prompts, group = (_number(config, "grpo", f"num_{name}") or 1 for name in _STEP)
+    rounds = math.ceil(prompts * group / polar.concurrency)
+    return (
+        f"a rollout may take {longest / 60:.0f} min (start {budget.start:g} s, agent {budget.agent:g}, finalise "
+        f"{budget.finalise:g}, grade {budget.grade:g}); a step of {prompts * group:g} rollouts, {polar.concurrency} at "
+        f"a time, {rounds * longest / 60:.0f} min at worst"
+    )
+
+
+_STEP = ("prompts_per_step", "generations_per_prompt")
 
 
 def _script(out: Path, nemo_rl: Path, config: Path) -> Path:

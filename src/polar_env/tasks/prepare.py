@@ -40,18 +40,8 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
         ConfigError: the task's source cannot be used here, and what would make it usable.
         SandboxError: fetching or building failed; nothing half-made is left.
     """
-    kind = str(task.source.get("kind", ""))
-    if kind == "sdist" and sandbox.provider != "bubblewrap" and task.row.get("image"):
-        kind = "image"  # our recipes stand in for an official image where none can run
-    if kind in IMAGE_PROVIDERS:
-        return _from_image(task, kind, sandbox)
-    if kind not in ("sdist", "git", "embedded"):
-        raise ConfigError(f"{task.task_id}: source kind {kind!r} is unknown; use sdist, git, embedded, image or sif")
-    if (route := task.source.get("needs_route")) and sandbox.provider != "bubblewrap":
-        raise ConfigError(
-            f"{task.task_id}: some of its tests need packets to {route} to vanish, and a sandbox without network "
-            "answers at once: the right fix would be scored 0. Leave it out or run its official image"
-        )
+    if image := image_of(task, sandbox):
+        return Prepared(task, str(task.row["base_commit"]), repo=None, env=None, git_dir=None, image=image)
     recipe = await asyncio.to_thread(_recipe, task)
     store = _absolute(store)
     place = store / "tasks" / f"{_safe(task.task_id)}-{_digest(recipe)}"
@@ -59,11 +49,31 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
     return await asyncio.to_thread(_read, task, place)
 
 
+def image_of(task: Task, sandbox: SandboxConfig) -> str:
+    """The image a task runs in under this sandbox; ``""``: it is built here. Nothing is fetched or started to know.
+
+    Raises ConfigError: the task's source cannot be used under this sandbox, and what would make it usable.
+    """
+    kind = str(task.source.get("kind", ""))
+    if kind == "sdist" and sandbox.provider != "bubblewrap" and task.row.get("image"):
+        kind = "image"  # our recipes stand in for an official image where none can run
+    if kind in IMAGE_PROVIDERS:
+        return _runnable_image(task, kind, sandbox)
+    if kind not in ("sdist", "git", "files", "embedded"):
+        raise ConfigError(f"{task.task_id}: source kind {kind!r} is unknown; use sdist, git, files, image or sif")
+    if (route := task.source.get("needs_route")) and sandbox.provider != "bubblewrap":
+        raise ConfigError(
+            f"{task.task_id}: some of its tests need packets to {route} to vanish, and a sandbox without network "
+            "answers at once: the right fix would be scored 0. Leave it out or run its official image"
+        )
+    return ""
+
+
 def _absolute(store: Path) -> Path:
     return store.expanduser().absolute()
 
 
-def _from_image(task: Task, kind: str, sandbox: SandboxConfig) -> Prepared:
+def _runnable_image(task: Task, kind: str, sandbox: SandboxConfig) -> str:
     image = str(task.source.get("path" if kind == "sif" else "image") or task.row.get("image") or "")
     if not image:
         raise ConfigError(f"{task.task_id}: a source of kind {kind} needs {'path' if kind == 'sif' else 'image'!r}")
@@ -74,7 +84,7 @@ def _from_image(task: Task, kind: str, sandbox: SandboxConfig) -> Prepared:
             'polar_source {"kind": "git", "mirror": PATH, "python": "3.9", "requirements": [...]}, or choose one of '
             "the instances that are made from their sdist (polar_env/tasks/sdist_instances.json)"
         )
-    return Prepared(task, str(task.row["base_commit"]), repo=None, env=None, git_dir=None, image=image)
+    return image
 
 
 def _recipe(task: Task) -> dict[str, Any]:
