@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from polar_env.gym import lifeline
@@ -100,6 +101,35 @@ def test_a_process_number_that_was_given_again_is_not_killed(tmp_path: Path) -> 
         subprocess.run(["bash", "-c", janitor._SCRIPT], input=script, text=True, check=True, timeout=20)
         assert other.poll() is None
         other.kill()
+
+
+_STARTING = """
+import os, subprocess, sys
+from polar_env.sandbox import janitor
+
+def start(seconds):
+    return subprocess.Popen(["sleep", seconds], stdin=reader, start_new_session=True).pid
+
+reader, writer = os.pipe()
+with janitor.starting(reader):
+    print(start("7017.25"), flush=True)
+    if sys.argv[1] == "started":
+        raise SystemExit
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_whose_start_was_cut_by_a_shot_is_ended_and_a_started_one_is_its_starters_own() -> None:
+    """What a shot leaves half started is nobody's child, and knows nothing yet of the pipe's end."""
+    shot = subprocess.run([sys.executable, "-c", _STARTING, "shot"], capture_output=True, check=False, timeout=20)
+    assert shot.returncode == -signal.SIGKILL
+    assert int(shot.stdout) > 0, "and the run ended: that waits for the last holder of its output"
+    with subprocess.Popen([sys.executable, "-c", _STARTING, "started"], stdout=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        pid = int(done.stdout.readline())
+        done.wait(20)
+        assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_an_item_is_one_line() -> None:

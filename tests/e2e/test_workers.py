@@ -94,7 +94,6 @@ async def both_busy() -> dict[int, int]:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.slow  # where the shot meets the very start of a sandbox, that outlives it: see the README's limits
 async def test_a_worker_killed_mid_run_loses_no_row_and_doubles_none(cluster: Cluster, tmp_path: Path):
     config = await fleet_settings(tmp_path, engine={"scripts": ["fix"]})
     async with Fleet(config).opened() as fleet, PolarEnvironment(config, elsewhere=fleet).opened() as environment:

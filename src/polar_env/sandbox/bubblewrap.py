@@ -175,6 +175,7 @@ async def _launch(bubble: Bubble, bwrap: str, mounts: list[str]) -> None:
             stack.callback(os.close, file.fd)
         stdin, bubble.hold = os.pipe()
         stack.callback(os.close, stdin)
+        stack.enter_context(janitor.starting(stdin))
         info, info_writer = os.pipe()
         stack.callback(os.close, info)
         layout, network = bubble.layout, bubble.layout.network

@@ -1,4 +1,4 @@
-"""What the kernel does not take with a process that is shot: control groups, directories, and Ray's agents.
+"""What the kernel does not take with a process that is shot: control groups, directories, Ray's agents, half a start.
 
 A small shell per process of ours reads what to remove from a pipe. When the pipe ends, because we did, it removes what
 is still on the list and ends too.
@@ -8,7 +8,8 @@ import atexit
 import os
 import subprocess
 import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = "polar-janitor"
@@ -22,9 +23,11 @@ while IFS= read -r line; do
     esac
 done
 born() { local stat; stat=$(< /proc/$1/stat) && set -- ${stat##*) } && [[ $1 != Z ]] && echo ${20}; }
+holders() { find /proc/[0-9]*/fd -lname "pipe:?$1?" | cut -d / -f 3 | sort -u; }
 gone() {
     case $1 in
         pid:*) set -- ${1#pid:}; [[ $(born $1) != $2 ]] || { kill -9 $1; false; } ;;
+        pipe:*) set -- $(holders ${1#pipe:}); [[ $# = 0 ]] || { kill -9 $*; false; } ;;
         /sys/*) [[ ! -d $1 ]] || rmdir -- "$1" ;;
         *) chmod -R u+rwX -- "$1"; rm -rf --one-file-system -- "$1"; [[ ! -e $1 ]] ;;
     esac 2> /dev/null
@@ -75,6 +78,21 @@ def remove_later(path: Path) -> None:
 
 def removed(path: Path) -> None:
     _tell("-", os.fspath(path))
+
+
+@contextmanager
+def starting(pipe: int) -> Generator[None]:
+    """While a process is being started that holds ``pipe``: kill whoever holds it when this process is gone.
+
+    bubblewrap's child sets its own parent-death signal only after it has waited for its parent, on an eventfd that
+    knows no end of file: where both we and that parent die before, nothing else ends it.
+    """
+    item = f"pipe:{os.fstat(pipe).st_ino}"
+    _tell("+", item)
+    try:
+        yield
+    finally:
+        _tell("-", item)
 
 
 def kill_later(pid: int) -> None:
