@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from finished_helpers import LOOKED, TASK, TOOLS, finish, of_session, record, request, two_turns
 from polar_env.conversation import Conversation, Writer, decode
 from polar_env.errors import CaptureError
-from polar_env.frames import MAGIC, PREFIX, PREFIX_SIZE, FrameKind, encode_frame, frames
+from polar_env.frames import MAGIC, PREFIX, PREFIX_SIZE, Damage, Frame, FrameKind, encode_frame, frames
 from polar_env.messages import ChatMessage
 from polar_env.segment_log import FILE_NAME, read
 from polar_env.types import HoleKind, ModelRequest
@@ -192,7 +192,8 @@ def raw(kind: int, header: bytes) -> bytes:
 @pytest.mark.parametrize("broken", [raw(1, b"neither JSON nor zlib"), raw(1, b"{nor this"), raw(99, b"{}")])
 def test_a_frame_written_wrongly_is_as_lost_as_a_damaged_one(broken: bytes) -> None:
     good = encode_frame(FrameKind.SEAL, {"records": 0})
-    assert [frame and frame.kind for frame in frames(good + broken + good)] == [FrameKind.SEAL, None, FrameKind.SEAL]
+    found = [frame.kind if isinstance(frame, Frame) else frame for frame in frames(good + broken + good)]
+    assert found == [FrameKind.SEAL, Damage.CORRUPT, FrameKind.SEAL]
 
 
 def test_a_call_without_a_request_is_a_call(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from finished_helpers import Finished, branched, finish, of_session, request, two_turns, write_rows
 from polar_env.config import TrajectoryConfig
 from polar_env.errors import ConfigError, EngineError
-from polar_env.frames import FrameKind, encode_frame, frames
+from polar_env.frames import Frame, FrameKind, encode_frame, frames
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
 from polar_env.segment_log import FILE_NAME
@@ -257,7 +257,7 @@ def test_a_changed_byte_of_the_log_is_caught(kept: dict[str, Finished], choice: 
 @pytest.mark.parametrize("place", range(9))
 def test_a_frame_taken_out_of_the_log_whole_is_caught(tmp_path: Path, place: int) -> None:
     finished = finish(tmp_path)
-    kinds = [frame.kind for frame in frames((finished.log / FILE_NAME).read_bytes()) if frame]
+    kinds = [frame.kind for frame in frames((finished.log / FILE_NAME).read_bytes()) if isinstance(frame, Frame)]
     needed = [at for at, kind in enumerate(kinds) if kind not in (FrameKind.OPEN, FrameKind.MESSAGES)]
     assert len(needed) == 9, "four calls, four deliveries, one seal"
     assert rewrite(finished, lambda found: found[: needed[place]] + found[needed[place] + 1 :]) != []

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 MAGIC = b"PLR1"
@@ -38,6 +38,15 @@ class Frame:
     body: bytes
 
 
+class Damage(Enum):
+    """What stands in a file where no frame can be read."""
+
+    CORRUPT = 1
+    """Bytes that are not those that were written."""
+    TORN = 2
+    """The beginning of a frame, at the very end: its process was killed while it wrote, or the file was cut."""
+
+
 def encode_frame(kind: FrameKind, header: dict[str, Any], body: bytes = b"") -> bytes:
     """One frame as bytes. ``header`` is JSON; lone surrogates in model text survive (ASCII escapes)."""
     packed = json.dumps(header, separators=(",", ":")).encode("ascii")
@@ -47,34 +56,34 @@ def encode_frame(kind: FrameKind, header: dict[str, Any], body: bytes = b"") -> 
     return b"".join((prefix, struct.pack("<I", zlib.crc32(prefix)), packed, body))
 
 
-def _decode_frame(data: bytes, at: int) -> tuple[Frame | None, int] | None:
-    """(frame or ``None`` when corrupt, offset after it); ``None`` when the file ends before the frame does."""
+def _decode_frame(data: bytes, at: int) -> tuple[Frame | Damage, int]:
+    """(frame or what is there instead, offset after it)."""
     if len(data) - at < PREFIX_SIZE:
-        return None
+        return Damage.TORN, len(data)
     prefix = data[at : at + PREFIX.size]
     if zlib.crc32(prefix) != int.from_bytes(data[at + PREFIX.size : at + PREFIX_SIZE], "little"):
         following = data.find(MAGIC, at + 1)
-        return None, following if following >= 0 else len(data)
+        return Damage.CORRUPT, following if following >= 0 else len(data)
     _, kind, header_size, body_size, crc = PREFIX.unpack(prefix)
     start, middle = at + PREFIX_SIZE, at + PREFIX_SIZE + header_size
     end = middle + body_size
     if end > len(data):
-        return None
+        return Damage.TORN, len(data)
     if zlib.crc32(data[start:end]) != crc:
-        return None, end
+        return Damage.CORRUPT, end
     header = data[start:middle]
     try:
         text = header if header.startswith(b"{") else zlib.decompress(header)
         return Frame(FrameKind(kind), json.loads(text), data[middle:end]), end
     except (zlib.error, ValueError):  # its checksums are right, so it was written so
-        return None, end
+        return Damage.CORRUPT, end
 
 
-def frames(data: bytes) -> Iterator[Frame | None]:
-    """Frames in file order; ``None`` once for each corrupt stretch. A torn tail (SIGKILL, crash) just ends."""
-    at, broken = 0, False
-    while step := _decode_frame(data, at):
-        frame, at = step
-        if frame is not None or not broken:
-            yield frame
-        broken = frame is None
+def frames(data: bytes) -> Iterator[Frame | Damage]:
+    """Frames in file order; a corrupt stretch is told once, however many frames it was."""
+    at, before = 0, None
+    while at < len(data):
+        found, at = _decode_frame(data, at)
+        if found is not Damage.CORRUPT or found is not before:
+            yield found
+        before = found

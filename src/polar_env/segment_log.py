@@ -22,7 +22,7 @@ from typing import Any, Self
 from polar_env import conversation
 from polar_env.conversation import Conversation
 from polar_env.errors import CaptureError, boundary
-from polar_env.frames import Frame, FrameKind, encode_frame, frames
+from polar_env.frames import Damage, Frame, FrameKind, encode_frame, frames
 from polar_env.messages import Replaced
 from polar_env.records import RecordStore
 from polar_env.types import (
@@ -269,9 +269,34 @@ class _Rebuilt:
     marks: dict[FrameKind, set[str]] = field(default_factory=lambda: {kind: set[str]() for kind in MARKS})
     holes: list[Hole] = field(default_factory=list[Hole])
     asked: list[Frame] = field(default_factory=list[Frame])
-    sealed: bool = False
+    sealed: int | None = None
+    """How many calls the session had when it was closed."""
+    named: set[str] = field(default_factory=set[str])
+    """Calls that any frame speaks of."""
+    damage: list[Damage] = field(default_factory=list[Damage])
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame | Damage) -> None:
+        if isinstance(frame, Frame):
+            self._take(frame)
+            return
+        self.damage.append(frame)
+        if frame is Damage.CORRUPT:
+            self.lose(None, "a frame of the session log is corrupt")
+
+    def told(self) -> Iterator[str]:
+        """What is damaged, in words."""
+        if corrupt := self.damage.count(Damage.CORRUPT):
+            yield f"{corrupt} part{'s' if corrupt > 1 else ''} of it cannot be read: the bytes are not those written"
+        if Damage.TORN in self.damage:
+            yield "it ends inside a frame: it was cut, or its process was killed while it wrote"
+        if missing := sorted(call_id for call_id in self.named if call_id not in self.records):
+            yield f"missing, by what is left of it: {', '.join(missing)}"
+        if self.sealed is not None and self.sealed != len(self.records):
+            yield f"its session was closed with {self.sealed} calls"
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind not in (FrameKind.OPEN, FrameKind.HOLE, FrameKind.SEAL):
+            self.named.add(frame.header["call_id"])
         match frame.kind:
             case FrameKind.OPEN:
                 self.session_id = frame.header["session_id"]
@@ -282,8 +307,8 @@ class _Rebuilt:
             case FrameKind.HOLE:
                 self.holes.append(_decode_hole(frame.header))
             case FrameKind.SEAL:
-                self.sealed = True
-                self._check_count(frame.header["records"])
+                self.sealed = int(frame.header["records"])
+                self._check_count(self.sealed)
             case FrameKind.MESSAGES:
                 self.asked.append(frame)
 
@@ -301,6 +326,7 @@ class _Rebuilt:
 
     def _take_call(self, frame: Frame) -> None:
         base = frame.header["parent"]
+        self.named |= {base} - {None}
         if base is None:
             self.records.add(_decode_call(frame))
         elif base in self.records:
@@ -321,6 +347,8 @@ class SessionLog:
     sealed: bool
     """False: the session was not closed when the log ended, or the log was cut."""
     asked: tuple[Frame, ...]
+    damage: tuple[str, ...]
+    """What became of the file after it was written, a clause each; empty: all that it holds can be read."""
 
     def conversations(self) -> dict[str, Conversation]:
         """call_id -> what it was asked; a call that was recorded without is not there. Raises CaptureError."""
@@ -336,8 +364,9 @@ def rebuild(directory: Path) -> SealedLedger:
 def read(directory: Path) -> SessionLog:
     """Read a session's log back; arrays are bit-identical to what was appended.
 
-    A torn last frame (the process was killed while writing) is cut off cleanly. A frame that is corrupt is a
-    LOST_RECORD hole, and so is every call that needed it. A log without a seal mark gives what is there.
+    A torn last frame (the process was killed while writing) is no hole: nobody was told that it was on disk. A frame
+    that is corrupt is a LOST_RECORD hole, and so is every call that needed it. A log without a seal mark gives what is
+    there. ``damage`` tells of all that cannot be read.
 
     Raises:
         CaptureError: there is no readable log in ``directory``.
@@ -345,8 +374,5 @@ def read(directory: Path) -> SessionLog:
     state = _Rebuilt(directory.name)
     with boundary(CaptureError, f"reading the session log in {directory}"):
         for frame in frames((directory / FILE_NAME).read_bytes()):
-            if frame is None:
-                state.lose(None, "a frame of the session log is corrupt")
-            else:
-                state.take(frame)
-    return SessionLog(state.ledger(), state.sealed, tuple(state.asked))
+            state.take(frame)
+    return SessionLog(state.ledger(), state.sealed is not None, tuple(state.asked), tuple(state.told()))
