@@ -72,7 +72,8 @@ def test_the_shell_harness_s_command_is_given_as_the_example_says(capsys: pytest
         ("proxy.max_cals=50", "did you mean 'max_calls'"),
         ("harnes.name=codex", "did you mean 'harness'"),
         ("proxy.max_calls=many", "proxy.max_calls"),
-        ("harness=codx", "codx"),
+        ("harness=codx", "did you mean 'codex'"),
+        ("concurrency=0", "concurrency: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_wrong_override_is_refused_in_words(capsys: pytest.CaptureFixture[str], override: str, words: str):
@@ -96,12 +97,108 @@ def test_this_environment_is_linked_for_gym_s_servers(
     assert [link.readlink() for link in links] == [Path(sys.prefix)] * 3
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "tgi"], ["dataset"]])
-def test_what_is_no_command_is_refused_with_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]):
+def misused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What polar says of words it cannot mean: the usage, then one sentence; nothing has begun."""
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "usage: polar" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("usage: polar")
+    return printed.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--engine", "tgi"], ["dataset"]])
+def test_what_is_no_command_is_refused_with_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]):
+    assert "error: " in misused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("dmeo", "demo"),
+        ("harness lst", "list"),
+        ("config --engine vlm", "vllm"),
+        ("export --format tlr in out", "trl"),
+        ("control puase --url http://x", "pause"),
+        ("demo --rolouts 3", "--rollouts"),
+        ("proxy --controlport=3", "--control-port"),
+        ("submit slrum --recipe x", "slurm"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
+    capsys: pytest.CaptureFixture[str], words: str, nearest: str
+):
+    assert f"did you mean {nearest!r}?" in misused(capsys, *words.split())
+
+
+NUMBERS = {
+    "demo --rollouts": ["0", "-1", "1.5", "nan", "many", ""],
+    "rollout --index": ["-1", "nan", "1e3"],
+    "proxy --port": ["-1", "65536", "http"],
+    "proxy --control-port": ["-1", "65536"],
+    "control pause --url http://x --timeout": ["0", "-1", "nan", "inf", "soon"],
+    "export --format trl in out --max-tokens": ["0", "-5", "nan", "1.5"],
+    "submit ray --address http://x --command true --nodes": ["0", "-1"],
+    "submit ray --address http://x --command true --gpus": ["-1", "nan"],
+}
+
+
+@pytest.mark.parametrize(("words", "text"), [(words, text) for words, texts in NUMBERS.items() for text in texts])
+def test_a_number_that_cannot_be_meant_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, text: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("in").touch()
+    *command, option = words.split()
+    said = misused(capsys, *command, f"{option}={text}")
+    assert f"argument {option}: {text!r} is no" in said
+    assert not Path("out").exists()
+
+
+PATHS = {
+    "demo --out": ["file", "file/below"],
+    "dataset --data embedded --out": ["folder", "file/below", "new/"],
+    "gym-root --venvs": ["file", "file/below"],
+    "harness run shell --prompt x --repo": ["file", "nowhere"],
+    "rebuild": ["file", "nowhere"],
+    "verify --sessions folder": ["folder", "nowhere"],
+    "verify file --sessions": ["file", "nowhere"],
+    "export --format trl": ["nowhere out", "file folder", "file file/below"],
+    "export --format sft file out --sessions": ["file", "nowhere"],
+    "recipe --out": ["file", "file/below"],
+}
+
+
+@pytest.mark.parametrize(("words", "path"), [(words, path) for words, paths in PATHS.items() for path in paths])
+def test_a_path_that_cannot_be_meant_is_refused_and_left_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, path: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    Path("folder").mkdir()
+    said = misused(capsys, *words.split(), *path.split())
+    assert any(reason in said for reason in ("is a file", "is a folder", "there is no", "cannot be made"))
+    assert sorted(found.name for found in tmp_path.rglob("*")) == ["file", "folder"]
+    assert Path("file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("key", ["store.cache", "store.sessions"])
+@pytest.mark.parametrize("command", ["demo", "proxy"])
+def test_a_store_that_is_a_file_is_refused_before_every_rollout_fails_on_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, key: str
+):
+    (tmp_path / "file").touch()
+    assert f"{key}: '{tmp_path}/file' cannot be made" in refused(capsys, *command.split(), f"{key}={tmp_path}/file")
+
+
+def test_an_export_never_replaces_what_it_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    assert "name another OUT" in refused(
+        capsys, "export", "--format", "trl", str(rows), str(tmp_path / "." / "rows.jsonl")
+    )
+    assert rows.read_text() == "{}\n"
 
 
 # --- dataset ----------------------------------------------------------------------------------------------------
@@ -236,7 +333,6 @@ def test_a_rollout_that_cannot_begin_is_refused(capsys: pytest.CaptureFixture[st
     ("arguments", "words"),
     [
         (["--harness", "claude_code,pie"], "unknown harness 'pie'"),
-        (["--rollouts", "0"], "at least one rollout"),
         (["engine.scrips=[fix]"], "did you mean 'scripts'"),
     ],
 )

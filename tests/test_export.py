@@ -442,5 +442,7 @@ def test_verify_on_the_command_line_fails_when_a_row_does(
 def test_files_that_are_not_there_are_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("polar: reading /no")
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "there is no file" in capsys.readouterr().err.splitlines()[-1]

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from polar_env import cli_training
+from polar_env import cli_values as values
 from polar_env.config import PolarConfig, compose, environment, override
 from polar_env.control import ORDERS, send
 from polar_env.errors import ConfigError, PolarError
 from polar_env.export import FORMATS, Job
 from polar_env.gym import ROOT
-from polar_env.rollout import RolloutJob, check, harness_class, open_proxy, rollout
+from polar_env.named import harness_class
+from polar_env.rollout import RolloutJob, check, open_proxy, rollout
 from polar_env.types import Sampling
 
 
@@ -34,27 +36,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; overrides may stand anywhere (argparse alone takes them in one place only)."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = _parser().parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.parser.error(arguments.parser.unknown(rest))
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="polar", description=__doc__)
+def _parser() -> values.Parser:
+    parser = values.Parser(prog="polar", description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = _command(commands, "demo", _demo, "run a GRPO group per harness through NeMo Gym and print the table")
     demo.add_argument("--harness", help="one harness, or several with commas (default: the four of the demo)")
-    demo.add_argument("--rollouts", type=int, default=4, help="rollouts per group (default 4)")
-    demo.add_argument("--out", type=Path, default=Path("out"), help="where rollouts.jsonl goes (default out/)")
+    demo.add_argument("--rollouts", type=values.COUNT, default=4, help="rollouts per group (default 4)")
+    demo.add_argument(
+        "--out", type=values.folder_out, default=Path("out"), help="where rollouts.jsonl goes (default out/)"
+    )
     _line_options(demo)
     single = _command(commands, "rollout", _rollout, "run one rollout without NeMo Gym and print its row")
     single.add_argument("--harness", help="the harness (default: the configuration's)")
-    single.add_argument("--index", type=int, default=0, help="index in its group")
+    single.add_argument("--index", type=values.INDEX, default=0, help="index in its group")
     _line_options(single)
     _standalone(commands)
     _finished(commands)
@@ -62,20 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     dataset = _command(commands, "dataset", _dataset, "write task rows for Gym and NeMo-RL as JSONL")
     dataset.add_argument("--harness", help="stamp rows with a harness, or write one per harness (commas)")
     dataset.add_argument("--embed", action="store_true", help="carry whole task rows: the server then needs no data")
-    dataset.add_argument("--out", type=Path, required=True, help="the JSONL to write")
+    dataset.add_argument("--out", type=values.file_out, required=True, help="the JSONL to write")
     _line_options(dataset)
     _line_options(_command(commands, "check", _check, "prove the engine gives ids and log-probs, or say why not"))
     _line_options(_command(commands, "config", _config, "print the configuration as composed"))
     root = _command(commands, "gym-root", _gym_root, "print the directory for NEMO_GYM_EXTRA_ROOTS")
-    root.add_argument("--venvs", type=Path, help="link this environment there for each server (Gym's ++uv_venv_dir)")
+    root.add_argument(
+        "--venvs", type=values.folder_out, help="link this environment there for each server (Gym's ++uv_venv_dir)"
+    )
     return parser
 
 
 def _standalone(commands: Any) -> None:
     """Parts of the line on their own."""
     alone = _command(commands, "proxy", _proxy, "serve the proxy on this machine until SIGINT or SIGTERM")
-    alone.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
-    alone.add_argument("--control-port", type=int, help="also take a trainer's orders, on this port of 127.0.0.1")
+    alone.add_argument("--port", type=values.PORT, default=0, help="port on 127.0.0.1 (default: any free one)")
+    alone.add_argument(
+        "--control-port", type=values.PORT, help="also take a trainer's orders, on this port of 127.0.0.1"
+    )
     alone.add_argument("--session", action="append", help="open a session of this name; may be repeated")
     alone.add_argument("--harness", default="shell", help="whose marks tell calls apart (default: those of several)")
     _engine_options(alone)
@@ -86,40 +93,48 @@ def _standalone(commands: Any) -> None:
     tried = _command(actions, "run", _harness_run, "run one harness once in a sandbox and print what it did")
     tried.add_argument("harness", metavar="NAME", help="a name of `polar harness list`, or module:Class")
     tried.add_argument("--prompt", help="what to ask it (not graded), instead of a --task")
-    tried.add_argument("--repo", type=Path, help="with --prompt: the folder it works on, shown copy-on-write")
+    tried.add_argument(
+        "--repo", type=values.folder_in, help="with --prompt: the folder it works on, shown copy-on-write"
+    )
     _line_options(tried)
     orders = _command(commands, "control", _control, "hold, stop or date the generations of a polar process")
     orders.add_argument("order", choices=ORDERS)
     orders.add_argument("name", nargs="?", metavar="VERSION", help="of the weights: for version, and for resume")
     orders.add_argument("--url", required=True, help="its control door; the secret is in POLAR_CONTROL_SECRET")
     orders.add_argument("--mode", help="of pause: wait (default), abort or keep what runs")
-    orders.add_argument("--timeout", type=float, help="seconds to wait for an answer (default: as long as it takes)")
+    orders.add_argument(
+        "--timeout", type=values.seconds, help="seconds to wait for an answer (default: as long as it takes)"
+    )
     back = _command(commands, "rebuild", _rebuild, "print what a session's durable log holds")
-    back.add_argument("directory", type=Path, help="the session's folder under store.sessions")
+    back.add_argument("directory", type=values.folder_in, help="the session's folder under store.sessions")
     back.add_argument("overrides", nargs="*", help="hydra overrides, e.g. trajectory.delivery=longest")
 
 
 def _finished(commands: Any) -> None:
     """What is done with rollouts that are over."""
     verify = _command(commands, "verify", _verify, "check rows against the durable logs of their sessions")
-    verify.add_argument("rollouts", type=Path, metavar="ROLLOUTS.jsonl")
-    verify.add_argument("--sessions", type=Path, required=True, help="the folder of store.sessions")
+    verify.add_argument("rollouts", type=values.file_in, metavar="ROLLOUTS.jsonl")
+    verify.add_argument("--sessions", type=values.folder_in, required=True, help="the folder of store.sessions")
     export = _command(commands, "export", _export, "write finished rollouts as another trainer reads them")
     export.add_argument("--format", required=True, choices=tuple(FORMATS))
     export.add_argument(
-        "source", type=Path, metavar="IN", help="rollouts.jsonl, or for neutral a folder of session logs"
+        "source", type=values.either_in, metavar="IN", help="rollouts.jsonl, or for neutral a folder of session logs"
     )
-    export.add_argument("out", type=Path, metavar="OUT", help="JSONL; for neutral also .parquet or .arrow")
-    export.add_argument("--sessions", type=Path, help="the folder of store.sessions; sft reads conversations there")
+    export.add_argument("out", type=values.file_out, metavar="OUT", help="JSONL; for neutral also .parquet or .arrow")
+    export.add_argument(
+        "--sessions", type=values.folder_in, help="the folder of store.sessions; sft reads conversations there"
+    )
     export.add_argument("--chains", choices=("all", "delivered"), help="default: as the format's trainer takes them")
     export.add_argument(
-        "--max-tokens", type=int, help="cut longer chains after a whole call; default: what the rows were made with"
+        "--max-tokens",
+        type=values.COUNT,
+        help="cut longer chains after a whole call; default: what the rows were made with",
     )
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -152,6 +167,15 @@ def _settings(arguments: argparse.Namespace, engine: str) -> PolarConfig:
     return compose([*overrides, *arguments.overrides])
 
 
+def _storing(arguments: argparse.Namespace, engine: str) -> PolarConfig:
+    """The configuration of a command that installs and records; its folders must be such."""
+    config = _settings(arguments, engine)
+    for key in ("cache", "sessions"):
+        with values.named(f"store.{key}"):
+            values.folder_out(str(getattr(config.store, key)))
+    return config
+
+
 ENGINES = ("vllm", "nemo_rl", "sglang", "text", "scripted")
 
 
@@ -165,7 +189,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     arguments.overrides = [override("store.sessions", arguments.out / "sessions"), *arguments.overrides]
     return demo.run(
         demo.Demo(
-            config=_settings(arguments, "scripted"),
+            config=_storing(arguments, "scripted"),
             harnesses=_names(arguments.harness) or demo.HARNESSES,
             tasks=_names(arguments.task),
             rollouts=arguments.rollouts,
@@ -177,7 +201,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _rollout(arguments: argparse.Namespace) -> int:
     if len(_names(arguments.harness)) > 1 or len(_names(arguments.task)) > 1:
         raise ConfigError("polar rollout runs one harness on one task; polar demo runs groups of several")
-    print(json.dumps(asyncio.run(_one(_settings(arguments, "vllm"), arguments))))
+    print(json.dumps(asyncio.run(_one(_storing(arguments, "vllm"), arguments))))
     return 0
 
 
@@ -200,15 +224,20 @@ def _proxy(arguments: argparse.Namespace) -> int:
     if len(_names(arguments.harness)) > 1:
         raise ConfigError("polar proxy tells calls apart by the marks of one --harness")
     names = arguments.session or ["session"]
-    config = _settings(arguments, "vllm")
+    config = _storing(arguments, "vllm")
     asyncio.run(standalone.serve(config, names, arguments.port, _say, arguments.control_port))
     return 0
 
 
 def _control(arguments: argparse.Namespace) -> int:
     """The secret is no argument: every process of the machine can read those."""
+    if arguments.name is not None and arguments.order not in ("version", "resume"):
+        raise ConfigError(f"polar control {arguments.order} takes no VERSION; {arguments.name!r} would be ignored")
+    if arguments.mode is not None and arguments.order != "pause":
+        raise ConfigError(f"--mode is of polar control pause; {arguments.order} has none")
     fields = {"mode": arguments.mode, "version": arguments.name}
-    secret = environment("POLAR_CONTROL_SECRET")
+    if not (secret := environment("POLAR_CONTROL_SECRET")):
+        raise ConfigError("POLAR_CONTROL_SECRET is not set: give the secret of the door, as its process has it")
     print(json.dumps(send(arguments.url, secret, arguments.order, timeout=arguments.timeout, **fields)))
     return 0
 
@@ -226,14 +255,15 @@ def _harness_run(arguments: argparse.Namespace) -> int:
     if len(_names(arguments.harness)) > 1:
         raise ConfigError("polar harness run tries one harness; polar demo runs groups of several")
     trial = standalone.Trial(arguments.task or "", arguments.prompt or "", arguments.repo)
-    return asyncio.run(standalone.try_harness(_settings(arguments, "vllm"), trial, _say))
+    return asyncio.run(standalone.try_harness(_storing(arguments, "vllm"), trial, _say))
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
     from polar_env import standalone
 
-    print(standalone.describe(arguments.directory, _settings(arguments, "vllm")))
-    return 0
+    text, readable = standalone.describe(arguments.directory, _settings(arguments, "vllm"))
+    print(text)
+    return 0 if readable else 1
 
 
 def _say(line: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from polar_env import cli_values as values
 from polar_env import submit
 
 Command = Callable[[Any, str, Any, str], argparse.ArgumentParser]
@@ -15,7 +16,7 @@ def add(commands: Any, command: Command) -> None:
     recipe = command(commands, "recipe", _recipe, "make one of our NeMo-RL recipes ready to run here, and check it")
     recipe.add_argument("name", nargs="?", metavar="NAME", help="without it: list the recipes")
     recipe.add_argument("--nemo-rl", type=Path, default=Path(), help="folder of a NeMo-RL checkout (default: .)")
-    recipe.add_argument("--out", type=Path, default=Path("out/recipe"), help="a folder every node sees")
+    recipe.add_argument("--out", type=values.folder_out, default=Path("out/recipe"), help="a folder every node sees")
     recipe.add_argument("--data", default="", help="task rows to train on: parquet, JSONL or folder, hub:NAME")
     recipe.add_argument("--validation", default="", help="task rows held out (default: those of --data)")
     recipe.add_argument("--task", help="task id, or several with commas")
@@ -42,8 +43,8 @@ def _door(command: Command, doors: Any, name: str, run: Any, text: str) -> argpa
     work.add_argument("--recipe", type=Path, metavar="DIR", help="a folder made by `polar recipe`")
     work.add_argument("--command", help="a shell command instead")
     door.add_argument("--name", default="polar", help="the job's name, with --command")
-    door.add_argument("--nodes", type=int, default=1)
-    door.add_argument("--gpus", type=int, default=8, help="GPUs of each node (default 8)")
+    door.add_argument("--nodes", type=values.COUNT, default=1)
+    door.add_argument("--gpus", type=values.INDEX, default=8, help="GPUs of each node (default 8)")
     door.add_argument("--setup", default="", help="run on every node before Ray starts, such as pip install WHEEL")
     door.add_argument("--dry-run", action="store_true", help="print what would run, exactly, and stop")
     return door

@@ -65,6 +65,8 @@ def export(name: str, source: Path, out: Path, job: Job) -> int:
     columns = out.suffix in (".parquet", ".arrow")
     if columns and name != "neutral":
         raise ExportError(f"{name} is written as JSONL; {out.suffix} is for the neutral format")
+    if out.exists() and out.samefile(source):
+        raise ExportError(f"{out} is what is exported: name another OUT")
     lines: Iterator[dict[str, Any]] = pkgutil.resolve_name(FORMATS[name])(rollouts(source), job)
     part = out.with_name(f".{out.name}.part")
     with boundary(ExportError, f"writing {out}"):
