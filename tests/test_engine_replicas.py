@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import time
 
 import pytest
 from aiohttp import web
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from engine_helpers import Answer, Step, VllmServer
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
-from polar_env.engine.replicas import Replicas, parsed, root, with_v1
+from polar_env.engine.replicas import Replicas, dialling, parsed, root, with_v1
 from polar_env.engine.vllm import VllmEngine
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow, EngineRefused
 from polar_env.proxy import DIALECTS
@@ -140,6 +142,40 @@ async def test_a_replica_that_refused_a_connection_is_tried_last_from_then_on():
             async with found.open(found.order(session), "/chat", {}) as at:
                 assert at.base == alive
             assert found.order(session) == (alive, gone)
+
+
+async def test_a_loop_that_is_late_does_not_take_a_live_server_for_a_dead_one():
+    """As with a thousand sessions: all that is ready runs before the connection is looked at, and a timer is due."""
+    async with serving({"POST /chat": always(200, {"fine": True})}) as url:
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(posted(url, connect_timeout=0.3))
+            for late in range(4):
+                asyncio.get_running_loop().call_later(0.01 * late, time.sleep, 0.2)
+        assert asked.result() == {"fine": True}
+
+
+@pytest.mark.parametrize(("seconds", "tries"), [(0.5, 1), (3.0, 1), (3.1, 2), (7.0, 2), (10.0, 3), (60.0, 5)])
+def test_the_kernel_gives_up_a_connection_after_the_configured_time(seconds, tries):
+    with dialling(seconds, (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))) as sock:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == tries
+
+
+@pytest.mark.e2e  # three seconds
+async def test_a_host_that_swallows_connections_is_given_up_for_the_next_replica():
+    with socket.socket() as swallows, contextlib.ExitStack() as stack:
+        swallows.bind(("127.0.0.1", 0))
+        swallows.listen(0)
+        for _ in range(4):  # its queue is full, and the kernel answers nobody
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(swallows.getsockname())
+        dead = f"http://127.0.0.1:{swallows.getsockname()[1]}"
+        async with (
+            serving({"POST /chat": always(200, {"fine": True})}) as url,
+            replicas(dead, url, connect_timeout=1.0) as found,
+            found.open((dead, url), "/chat", {}) as at,
+        ):
+            assert at.base == url
 
 
 async def test_what_is_asked_before_the_request_goes_to_the_replica_that_takes_it():
