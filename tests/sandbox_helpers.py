@@ -39,7 +39,7 @@ def host_processes(marker: str) -> list[int]:
     return found
 
 
-async def _until(holds: Callable[[], bool], seconds: float) -> bool:
+async def until(holds: Callable[[], bool], seconds: float) -> bool:
     """The kernel tells of a process's start and end only to its parent, so we look again and again."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -51,12 +51,12 @@ async def _until(holds: Callable[[], bool], seconds: float) -> bool:
 
 async def until_gone(marker: str, seconds: float = 5.0) -> bool:
     """True as soon as no process carries ``marker``; False after ``seconds``."""
-    return await _until(lambda: not host_processes(marker), seconds)
+    return await until(lambda: not host_processes(marker), seconds)
 
 
 async def until_running(marker: str, count: int = 1) -> None:
     """Waits for ``count`` processes that carry ``marker``."""
-    assert await _until(lambda: len(host_processes(marker)) >= count, 10.0)
+    assert await until(lambda: len(host_processes(marker)) >= count, 10.0)
 
 
 class PlainProvider:

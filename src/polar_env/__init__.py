@@ -129,6 +129,7 @@ NeMo Gym, and the command line goes through the same two.
         mutants.py           rewritings of a test that a right program fails. Pure
         canary.py            a resolved patch runs again, with tests that must fail among them
         grading.py           who grades a task: one of ours by name, or module:Class
+        prewarm.py           what a task's first grading would measure, measured while agents work
         swebench.py          a patch becomes a verdict
         report.py            the worker process around the swebench package
       gym/                   the only door to NeMo Gym
