@@ -39,6 +39,7 @@ TABLE = (
     Row("reward", 1, FACTS),
     Row("bundle", 1, FACTS),
     Row("control", 1, FACTS),
+    Row("capacity", 1, FACTS),
     Row("pythons", 1, (*FACTS, "config")),
     Row("proxy.sse", 1),
     # The rooms' own __init__: protocols, facts and dotted-path tables, which everybody may read.
@@ -95,6 +96,7 @@ TABLE = (
         (
             *FACTS,
             "config",
+            "capacity",
             "capture",
             "engine",
             "engine.fence",
@@ -139,6 +141,7 @@ TABLE = (
         (
             *FACTS,
             *MIDDLE,
+            "capacity",
             "grade.*",
             "named",
             "rollout",

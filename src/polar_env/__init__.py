@@ -31,6 +31,7 @@ NeMo Gym, and the command line goes through the same two.
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
       pythons.py             base interpreters, found on this machine or installed by uv
       control.py             a trainer's side of the fence: orders over HTTP
+      capacity.py            what one process can hold: open files, and what is loaded out of collections
       bundle.py              what is kept of a rollout that did not complete
       named.py               names in a configuration -> harness presets, engines
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult

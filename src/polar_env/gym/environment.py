@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+from polar_env import capacity
 from polar_env.config import PolarConfig
 from polar_env.engine import Engine
 from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
@@ -90,7 +91,12 @@ class PolarEnvironment:
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator["PolarEnvironment"]:
-        """Serve until the block ends; then every rollout is cancelled and torn down."""
+        """Serve until the block ends; then every rollout is cancelled and torn down.
+
+        Raises ConfigError: so many rollouts at a time need more open files than this process may have.
+        """
+        capacity.open_files(self.config.concurrency if self._elsewhere is None else 0)
+        capacity.settle()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
             await stack.enter_async_context(self._proxy)

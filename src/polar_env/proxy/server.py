@@ -27,6 +27,7 @@ from typing import Any, Self, cast
 
 from aiohttp import web
 
+from polar_env import capacity
 from polar_env.capture import Ledger
 from polar_env.config import EngineConfig, ProxyConfig
 from polar_env.engine import Engine
@@ -84,6 +85,7 @@ class ProxyServer:
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
+        capacity.open_files()
         await self._tasks.__aenter__()
         return self
 
