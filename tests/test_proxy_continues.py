@@ -1,65 +1,24 @@
 """A session tells its engine which call a request carries on, with its ledger's ids, and records what came of it."""
 
-import asyncio
 from array import array
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from engine_helpers import BASH, CACHE, user
+from engine_helpers import CACHE, user
 from polar_env.capture import Ledger, SegmentLog, rebuild
-from polar_env.config import EngineConfig, ProxyConfig, TrajectoryConfig
-from polar_env.engine import Engine, tokenizer
-from polar_env.engine import Session as EngineSession
+from polar_env.config import EngineConfig, TrajectoryConfig
+from polar_env.engine import tokenizer
 from polar_env.engine.scripted import ScriptedEngine, history
 from polar_env.engine.scripts import Scene, Turn
 from polar_env.joins import Join, joins
 from polar_env.messages import ChatMessage
-from polar_env.proxy.session import Session, policy
 from polar_env.trajectory import build
-from polar_env.types import AssistantTurn, Continuation, ModelRequest, SealedLedger, StopReason, WireApi
-from proxy_helpers import PlayedEngine, classify, say
+from polar_env.types import Continuation, SealedLedger, StopReason
+from proxy_helpers import PlayedEngine, say
+from session_helpers import opened, turn
 
 TASK = user("Fix it.")
-
-
-@asynccontextmanager
-async def opened(
-    engine: Engine, ledger: Ledger | None = None, script: str = "", **more: Any
-) -> AsyncGenerator[Session]:
-    """A session whose generations live in a task group here."""
-    settings = ProxyConfig()
-    async with asyncio.TaskGroup() as group:
-        session = Session(
-            session_id="s",
-            ledger=ledger or Ledger("s"),
-            engine=engine,
-            engine_session=EngineSession("s", script=script),
-            classify=classify,
-            sampling=policy(settings, None),
-            config=settings,
-            spawn=group.create_task,
-            **more,
-        )
-        try:
-            yield session
-        finally:
-            await session.close()
-
-
-async def turn(session: Session, *messages: ChatMessage, deliver: bool = True, thread: str = "") -> AssistantTurn:
-    """One call, to its end."""
-    body = {"messages": messages}
-    request = ModelRequest(WireApi.CHAT, "any", messages, (BASH,))
-    attempt = session.call(request, {"x-thread": thread}, body, repr(body).encode())
-    with attempt.reading():
-        said = await attempt.answer()
-        if deliver:
-            session.delivered(attempt)
-        return said
 
 
 def echo(text: str) -> ChatMessage:
@@ -171,7 +130,7 @@ async def forgetful(splice: str, ledger: Ledger | None = None) -> SealedLedger:
     """Four turns of a harness that sends no thoughts back, then a user's word and a fifth."""
     config = {"kind": "scripted", "tokenizer": tokenizer.fetch(CACHE), "splice": splice}
     engine = ScriptedEngine(EngineConfig.model_validate(config))
-    async with opened(engine, ledger, "test_proxy_continues:thinks") as session:
+    async with opened(engine, ledger, script="test_proxy_continues:thinks") as session:
         messages: tuple[ChatMessage, ...] = (TASK,)
         for _ in range(4):
             said = replace(await turn(session, *messages), reasoning="")

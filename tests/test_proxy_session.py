@@ -4,8 +4,7 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -14,34 +13,13 @@ from hypothesis import strategies as st
 
 from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import ProxyConfig
-from polar_env.engine import Session as EngineSession
 from polar_env.errors import BadRequest, CaptureError, EngineBusy, EngineError, EngineOverflow, PolarError, SandboxError
 from polar_env.proxy.attempts import NOT_IDENTITY, Attempt, Refusal, TurnLimit, chunks, refusal, retry_key
 from polar_env.proxy.session import MAX_FAILURES, Session, policy
 from polar_env.segment_log import read as read_log
 from polar_env.types import ModelRequest, Outcome, Sampling, SealedLedger, WireApi
-from proxy_helpers import GatedLog, PlainEncoder, PlayedEngine, bit, classify, open_session, say, stage
-
-
-@asynccontextmanager
-async def opened(engine: PlayedEngine, ledger: Ledger | None = None, **config: Any) -> AsyncGenerator[Session]:
-    """A session whose generations live in a task group here."""
-    settings = ProxyConfig(**config)
-    async with asyncio.TaskGroup() as group:
-        session = Session(
-            session_id="s",
-            ledger=ledger or Ledger("s"),
-            engine=engine,
-            engine_session=EngineSession("s"),
-            classify=classify,
-            sampling=policy(settings, None),
-            config=settings,
-            spawn=group.create_task,
-        )
-        try:
-            yield session
-        finally:
-            await session.close()
+from proxy_helpers import GatedLog, PlainEncoder, PlayedEngine, bit, open_session, say, stage
+from session_helpers import opened
 
 
 def ask(session: Session, *messages: str, thread: str = "") -> Attempt:

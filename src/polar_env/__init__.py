@@ -56,6 +56,7 @@ NeMo Gym, and the command line goes through the same two.
         attempts.py          one generation and the requests waiting for it: joined, replayed, held back
         limits.py            calls, turns and tokens a session may use
         steady.py            first prompts without day, kernel release and nonce. Pure
+        call_ids.py          tool calls whose ids the engine gives twice, told apart. Pure
         threads.py           sub-agents that look the same on the wire, told apart. Pure
         session.py           one rollout's calls: retries, limits, records, the end
         control.py           a trainer's orders to the fence, with a secret of their own. No sockets
@@ -109,6 +110,9 @@ NeMo Gym, and the command line goes through the same two.
         rows.py              rows from parquet, JSONL, the hub, or our own
         fields.py            what the shapes of a row share: checked fields, the instruction. Pure
         swebench_rows.py     SWE-bench v5 rows. Pure
+        tests_pass_rows.py   rows of your own: a command, and tests that must pass. Pure
+        swegym_rows.py       SWE-Gym rows as rows of SWE-bench. Pure
+        r2e_rows.py          R2E-Gym rows. Pure
         custom_rows.py       rows that name a grader of their own. Pure
         embedded_rows.py     tasks of our own, in the same row form
         prepare.py           once per task, cached, shared by its group
@@ -118,6 +122,8 @@ NeMo Gym, and the command line goes through the same two.
         process.py           build steps as child processes
         once.py              directories made once between all processes
         conda.py             what the official images were built from, read back
+        harbor.py            Harbor and Terminal-Bench task folders
+        harbor_prepare.py    their image named or built, or a simple Dockerfile served as a directory
       grade/                 what the harness left behind becomes a verdict
         patch.py             the change, extracted against a pristine git directory
         diff.py              git patches as data, read byte by byte
@@ -132,12 +138,17 @@ NeMo Gym, and the command line goes through the same two.
         grading.py           who grades a task: one of ours by name, or module:Class
         prewarm.py           what a task's first grading would measure, measured while agents work
         swebench.py          a patch becomes a verdict
+        results.py           what other rows' tests printed, and what it decides. Pure
         report.py            the worker process around the swebench package
+        harbor.py            a task folder's own verifier, and the reward it writes
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
         items.py             a model call as the output items of a row. Pure
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
+        flights.py           rollouts under way: joined, given up, cancelled, hurried
+        groups.py            which rollouts belong together, and when the last have had their time. Pure
+        orders.py            a trainer's orders to them, here or on workers. No sockets
         wire.py              rows as JSON, in pieces, beside other rollouts' calls
         workers.py           rollouts spread over the nodes of a Ray cluster
         metrics.py           what the server tells Prometheus

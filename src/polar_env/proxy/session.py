@@ -50,6 +50,7 @@ from polar_env.errors import (
 )
 from polar_env.proxy.ask import Ask
 from polar_env.proxy.attempts import Attempt, Refusal, TimeLimit, TurnLimit, retry_key
+from polar_env.proxy.call_ids import CallIds
 from polar_env.proxy.limits import Limits
 from polar_env.proxy.steady import Steady
 from polar_env.proxy.threads import Threads
@@ -155,6 +156,7 @@ class Session:
         self._on_close = on_close
         self._latest: dict[str, Attempt] = {}
         self._threads = Threads()
+        self._call_ids = CallIds()
         self._history = History()
         self._running: set[Attempt] = set()
         self._clock: asyncio.TimerHandle | None = None
@@ -338,15 +340,16 @@ class Session:
     async def _sample(self, attempt: Attempt, request: ModelRequest, kind: CallKind) -> EngineReply:
         """Raises EngineError and its kin. Leaving early closes the engine's iterator, which aborts upstream."""
         who = replace(self._engine_session, side=True) if kind is CallKind.SIDE else self._engine_session
-        generation = self.engine.generate(request, self.sampling, who)
+        generation = self.engine.generate(self._call_ids.engines(request), self.sampling, who)
+        ids = self._call_ids.answer()
         async with aclosing(cast("AsyncGenerator[Delta | EngineReply]", generation)) as items:
             async for item in items:
                 if isinstance(item, Delta):
-                    attempt.add(item)
+                    attempt.add(ids.delta(item))
                 elif item.turn.stop is StopReason.ABORT:
                     raise EngineError("the engine aborted the generation")
                 else:
-                    return item
+                    return ids.reply(item)
         raise EngineError("the engine ended its stream without a reply")
 
     async def _commit(self, attempt: Attempt, ask: Ask, reply: EngineReply) -> None:
