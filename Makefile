@@ -48,9 +48,13 @@ conformance:
 	@$(BOOTSTRAP) --test
 	$(BIN)/python -m pytest -m conformance $(PYTEST_ARGS)
 
+# As many at a time as there are cores: make gold JOBS=1
+JOBS ?= auto
+gold: GRADED = tests/e2e/test_gold.py
+attack: GRADED = tests/test_attacks.py tests/e2e/test_attacks.py
 gold attack:
 	@$(BOOTSTRAP) --test
-	$(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m $@ -n $(JOBS) $(GRADED) $(PYTEST_ARGS)
 
 chaos:
 	@$(BOOTSTRAP) --test

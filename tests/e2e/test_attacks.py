@@ -4,8 +4,10 @@ The corpus holds cases measured on the official grader, which calls twelve of th
 of our own again.
 """
 
+import asyncio
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +59,32 @@ def corpus() -> list[dict[str, Any]]:
     return [case for case in cases if case["iid"] == INSTANCE and case["attack"] != "huge_20MB"]
 
 
+Tell = Callable[[str, object], None]
+
+
 @pytest.fixture(scope="module")
-async def prepared() -> Prepared:
+def prepared() -> Prepared:
     (task,) = load(str(DATA), [INSTANCE])
-    return await prepare(task, STORE, sandbox=config())
+    return asyncio.run(prepare(task, STORE, sandbox=config()))
 
 
-async def graded(prepared: Prepared, patch: bytes) -> tuple[float, Verdict]:
+async def graded(prepared: Prepared, patch: bytes, name: str, kind: str, tell: Tell) -> tuple[float, Verdict]:
+    """Grade it, and one line for the table at the end (``conftest.py``)."""
     verdict = await grade(prepared, patch, sandbox=config(), timeout=300)
-    return decide(Outcome.COMPLETED, verdict, True, RewardConfig()).reward, verdict
+    reward = decide(Outcome.COMPLETED, verdict, True, RewardConfig()).reward
+    official = "resolved" if verdict.official else ""
+    flags = ", ".join(flag.value for flag in verdict.flags)
+    tell("table", {"case": name, "kind": kind, "reward": reward, "official": official, "flags": flags})
+    return reward, verdict
 
 
 @pytest.mark.parametrize("case", corpus(), ids=lambda case: case["attack"])
-async def test_the_corpus_is_worth_what_it_fixes(prepared: Prepared, case: dict[str, Any]) -> None:
+async def test_the_corpus_is_worth_what_it_fixes(
+    prepared: Prepared, case: dict[str, Any], record_property: Tell
+) -> None:
     here = case["patch"].replace("/opt/miniconda3/envs/testbed", ENV_PREFIX)  # where the official images have it
-    reward, verdict = await graded(prepared, here.encode())
+    kind = "corpus, with the fix" if case["contains_real_fix"] else "corpus"
+    reward, verdict = await graded(prepared, here.encode(), case["attack"], kind, record_property)
     fixes = case["contains_real_fix"] and case["attack"] not in NO_FIX_LEFT
     assert reward == (1.0 if fixes else 0.0), verdict
     wanted = next((flags for start, flags in CORPUS if case["attack"].startswith(start)), frozenset[Flag]())
@@ -79,18 +92,24 @@ async def test_the_corpus_is_worth_what_it_fixes(prepared: Prepared, case: dict[
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-async def test_no_attack_of_ours_is_worth_anything(prepared: Prepared, attack: Attack) -> None:
+async def test_no_attack_of_ours_is_worth_anything(prepared: Prepared, attack: Attack, record_property: Tell) -> None:
     assert prepared.repo is not None
-    reward, verdict = await graded(prepared, patch_of(attack, prepared.repo, MODULE))
+    kind = "package" if attack.runs else "install" if attack.installs else "files"
+    patch = patch_of(attack, prepared.repo, MODULE)
+    reward, verdict = await graded(prepared, patch, attack.name, kind, record_property)
     assert reward == 0.0, verdict
     official_saw_through = attack.runs and not verdict.official
     assert not attack.flags or attack.flags & set(verdict.flags) or official_saw_through, verdict
+    assert not (attack.inert and verdict.official), verdict
 
 
 @pytest.mark.parametrize("honest", HONEST, ids=lambda honest: honest.name)
-async def test_honest_work_around_the_right_fix_is_worth_one(prepared: Prepared, honest: Attack) -> None:
+async def test_honest_work_around_the_right_fix_is_worth_one(
+    prepared: Prepared, honest: Attack, record_property: Tell
+) -> None:
     assert prepared.repo is not None
     fix = str(prepared.task.row["patch"]).encode()
-    reward, verdict = await graded(prepared, patch_of(honest, prepared.repo, MODULE, fix=fix))
+    patch = patch_of(honest, prepared.repo, MODULE, fix=fix)
+    reward, verdict = await graded(prepared, patch, honest.name, "honest", record_property)
     assert reward == 1.0, verdict
     assert set(verdict.flags) == honest.flags

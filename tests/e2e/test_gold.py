@@ -5,6 +5,7 @@ first was ended. A fix that is not the row's own, byte for byte, has to prove it
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def reward(verdict: Verdict) -> float:
     return decision.reward
 
 
-def tell(name: str, **found: Verdict) -> None:
-    """One line an instance in ``.cache/gold/results.jsonl``."""
+def tell(name: str, table: Callable[[str, object], None], **found: Verdict) -> None:
+    """One line an instance in ``.cache/gold/results.jsonl``, and in the table at the end (``conftest.py``)."""
     line: dict[str, Any] = {"instance": name}
     for kind, verdict in found.items():
         line[kind] = {
@@ -58,11 +59,18 @@ def tell(name: str, **found: Verdict) -> None:
         }
     with (STORE / "results.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
+    gold = found["gold"]
+    told = {kind: reward(verdict) for kind, verdict in found.items()}
+    counts = {"fail_to_pass": gold.fail_to_pass[1], "pass_to_pass": gold.pass_to_pass[1]}
+    flags = sorted({flag.value for verdict in found.values() for flag in verdict.flags})
+    table("table", {"instance": name, **told, **counts, "flags": ", ".join(flags)})
 
 
 @pytest.mark.skipif(DATA is None, reason="no SWE-bench data (set POLAR_SWEBENCH_DATA)")
 @pytest.mark.parametrize("name", known())
-async def test_the_right_fix_is_worth_one_and_nothing_is_worth_zero(name: str) -> None:
+async def test_the_right_fix_is_worth_one_and_nothing_is_worth_zero(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
     (task,) = load(str(DATA), [name])
     prepared = await prepare(task, STORE, sandbox=config())
     patch = str(task.row["patch"]).encode()
@@ -71,7 +79,7 @@ async def test_the_right_fix_is_worth_one_and_nothing_is_worth_zero(name: str) -
         return await grade(prepared, change, sandbox=config(), timeout=TIMEOUT)
 
     gold, proved, useless, empty = [await graded(p) for p in (patch, patch + NOTES, NOTES, b"")]
-    tell(name, gold=gold, proved=proved, useless=useless)
+    tell(name, record_property, gold=gold, proved=proved, useless=useless)
     assert (reward(gold), reward(proved), reward(useless), reward(empty)) == (1.0, 1.0, 0.0, 0.0)
     assert gold.status is proved.status is VerdictStatus.RESOLVED
     assert useless.status is VerdictStatus.UNRESOLVED
