@@ -68,6 +68,7 @@ FLAGS: Mapping[Flag, Worth] = {
     Flag.NESTED_REPOSITORY: "report",
     Flag.ENVIRONMENT: "zero",
     Flag.LEFT_RUNNING: "zero",
+    Flag.PLANTED: "zero",
     Flag.CONFLICTING: "zero",
     Flag.FORCED_PASS: "zero",
     Flag.UNSTABLE: "zero",

@@ -43,6 +43,8 @@ class Flag(StrEnum):
     """Installing it changed the environment as the right fix does not: plugins, programs, start-up files."""
     LEFT_RUNNING = "left_running"
     """Installing it left processes behind; they were killed before the tests."""
+    PLANTED = "planted"
+    """It left files where the verifier's own are put (a task folder's /tests and /logs/verifier); they were removed."""
     CONFLICTING = "conflicting_statuses"
     """The log gives one test two results."""
     FORCED_PASS = "forced_pass"

@@ -10,15 +10,17 @@ from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, GradeError, PolarError, SandboxError
 from polar_env.grade import GRADERS
 from polar_env.grade.trial import box_of
+from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import Prepared
 from polar_env.verdict import Verdict, VerdictStatus
 
-__all__ = ["Grader", "box_of", "grade", "grader_of", "prewarm"]
+__all__ = ["Grader", "box_of", "grade", "grader_of", "grades_left", "prewarm"]
 
 
 class Grader(Protocol):
     """A grader of your own: a class that is made without arguments, once per grading, and named on the row as
-    ``polar_grader: "module:Class"``. It may also have ``prewarm(self, prepared, *, sandbox)``.
+    ``polar_grader: "module:Class"``. It may also have ``prewarm(self, prepared, *, sandbox)``, and ``grade_left(self,
+    prepared, patch, left, *, sandbox, timeout)``, which is then asked instead and given the agent's sandbox.
 
     The agent's sandbox is gone when it is asked. ``open_sandbox(box_of(prepared, sandbox), sandbox)`` opens a fresh one
     with the untouched repository (``polar_env.sandbox.sandbox``, ``polar_env.grade.grading``);
@@ -46,14 +48,21 @@ class Grader(Protocol):
         ...
 
 
+def grades_left(prepared: Prepared) -> bool:
+    """Whether the task's grader looks at what the agent left, and not at the patch alone (``grade.harbor``)."""
+    return hasattr(grader_of(prepared.task.grader), "grade_left")
+
+
 async def grade(
     prepared: Prepared,
     patch: bytes,
+    left: Sandbox | None = None,
     *,
     sandbox: SandboxConfig,
     timeout: float,  # noqa: ASYNC109 - the budget of the test run, which ends in a verdict
 ) -> Verdict:
-    """Grade a patch as its task's grader does.
+    """Grade a patch as its task's grader does; with ``left``, the agent's sandbox and its processes dead, by what is
+    there (``grades_left``).
 
     Raises:
         GradeError: the grader failed, which says nothing about the patch, or gave what is no reward.
@@ -62,7 +71,10 @@ async def grade(
     name = prepared.task.grader
     grader = grader_of(name)
     try:
-        found = await grader.grade(prepared, patch, sandbox=sandbox, timeout=timeout)
+        if left is None:
+            found = await grader.grade(prepared, patch, sandbox=sandbox, timeout=timeout)
+        else:
+            found = await cast("Any", grader).grade_left(prepared, patch, left, sandbox=sandbox, timeout=timeout)
     except PolarError as error:
         if name in GRADERS:
             raise

@@ -58,7 +58,6 @@ _ATTRIBUTES = "* -text -ident !eol !filter !diff !merge !working-tree-encoding\n
 _FILES: Mapping[str, str] = {"POLAR_CONFIG": _CONFIG, "POLAR_ATTRIBUTES": _ATTRIBUTES}
 _GIT_ENV: Mapping[str, str] = {
     "GIT_DIR": _SCRATCH,
-    "GIT_WORK_TREE": WORKDIR,
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_ATTR_NOSYSTEM": "1",
@@ -135,14 +134,14 @@ def _tar(folder: Path) -> bytes:
     return held.getvalue()
 
 
-async def snapshot(sandbox: Sandbox) -> bytes:
-    """The baseline of a repository that only the image holds: call it before the agent starts.
+async def snapshot(sandbox: Sandbox, workdir: str = WORKDIR) -> bytes:
+    """The baseline of a repository that only the image holds, at ``workdir``: call it before the agent starts.
 
     Raises:
         SandboxError: git is missing in the image, or failed.
     """
     script = f'{_SNAPSHOT}tar -C "$GIT_DIR" -cf - .\nrm -rf "$GIT_DIR"'
-    return (await _run(sandbox, script, env=_FILES, limit=1 << 31)).stdout
+    return (await _run(sandbox, script, env=_FILES, at=workdir, limit=1 << 31)).stdout
 
 
 async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None = None) -> bytes:
@@ -159,15 +158,22 @@ async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None =
         if prepared.repo is None:
             raise SandboxError("the repository is in the image: take grade.patch.snapshot() before the agent starts")
         baseline = await asyncio.to_thread(_baseline_of, prepared.repo)
-    return (await _run(sandbox, _EXTRACT, *_LEFT_OUT, stdin=baseline, limit=8 * MAX_BYTES)).stdout
+    at = prepared.workdir
+    return (await _run(sandbox, _EXTRACT, *_LEFT_OUT, stdin=baseline, at=at, limit=8 * MAX_BYTES)).stdout
 
 
 async def _run(
-    sandbox: Sandbox, script: str, *words: str, limit: int, stdin: bytes = b"", env: Mapping[str, str] = _GIT_ENV
+    sandbox: Sandbox,
+    script: str,
+    *words: str,
+    limit: int,
+    at: str,
+    stdin: bytes = b"",
+    env: Mapping[str, str] = _GIT_ENV,
 ) -> ExecResult:
     argv = ["sh", "-c", script, "polar", *words]
-    inside = {**_GIT_ENV, **env}
-    done = await sandbox.exec(argv, env=inside, cwd=WORKDIR, stdin=stdin, timeout=TIMEOUT, output_limit=limit)
+    inside = {**_GIT_ENV, **env, "GIT_WORK_TREE": at}
+    done = await sandbox.exec(argv, env=inside, cwd=at, stdin=stdin, timeout=TIMEOUT, output_limit=limit)
     if done.code != 0:
         why = "it took too long" if done.timed_out else done.stderr.decode("utf-8", "replace")[-500:].strip()
         ours = done.timed_out or done.code == _OURS

@@ -7,6 +7,7 @@ it (``canary``) are this same function with other test files, so nothing inside 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from polar_env.config import SandboxConfig
 from polar_env.grade.audit import Changes, Watch
@@ -14,7 +15,7 @@ from polar_env.grade.hidden import Hidden, place
 from polar_env.grade.phases import Phases, log, marked
 from polar_env.sandbox import Box, ExecResult, Overlay
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
-from polar_env.tasks import ENV_PREFIX, WORKDIR, Prepared
+from polar_env.tasks import ENV_PREFIX, Prepared
 
 LOG_LIMIT = 64 * 1024 * 1024
 """Bytes of test log that are kept."""
@@ -24,6 +25,7 @@ _APPLY = ("git apply --verbose", "git apply --verbose --3way", "git apply --verb
           "patch --batch --forward --fuzz=5 -p1 -i", "git apply --verbose -p0")  # fmt: skip
 """The chain of swebench 5.0 (harness/run_evaluation.py: GIT_APPLY_CMDS), and patches made with ``diff.noprefix``; the
 tree is reset between the attempts."""
+_Limit = TypeVar("_Limit", int, float)
 _OFFLINE: Mapping[str, str] = {
     "PIP_NO_INDEX": "1",
     "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it inverted: 0 turns isolation off, so pip needs no index
@@ -67,23 +69,28 @@ class Trial:
 
 def box_of(prepared: Prepared, config: SandboxConfig) -> Box:
     """The sandbox a prepared task is graded in: repository and environment copy-on-write, no network."""
-    overlays = [Overlay(path, at) for path, at in ((prepared.repo, WORKDIR), (prepared.env, ENV_PREFIX)) if path]
+    shown = ((prepared.repo, prepared.workdir), (prepared.env, ENV_PREFIX), *prepared.overlays)
     return Box(
-        workdir=WORKDIR,
-        overlays=tuple(overlays),
+        workdir=prepared.workdir,
+        overlays=tuple(Overlay(path, at) for path, at in shown if path),
         read_only=prepared.mounts,
         env={**_OFFLINE, **prepared.env_vars},
         image=prepared.image,
-        memory_mib=config.memory_mib,
-        cpus=config.cpus,
+        memory_mib=_least(prepared.memory_mib, config.memory_mib) if prepared.image else config.memory_mib,
+        cpus=_least(prepared.cpus, config.cpus) if prepared.image else config.cpus,
         blackholes=tuple(filter(None, [prepared.task.source.get("needs_route")])),
     )
+
+
+def _least(one: _Limit | None, other: _Limit | None) -> _Limit | None:
+    """The stricter of two limits; 0, which limits nothing, and ``None`` are none."""
+    return min(filter(None, (one, other)), default=other)
 
 
 async def run(course: Course, patch: bytes, tests: Hidden) -> Trial:
     """Run it. ``patch`` may be empty. Raises SandboxError when the sandbox itself fails."""
     async with open_sandbox(box_of(course.prepared, course.config), course.config) as fresh:
-        if patch and (failed := await _apply(fresh, patch)):
+        if patch and (failed := await apply_patch(fresh, patch)):
             return Trial(applied=False, failed=failed)
         started = time.monotonic()
         made = await (_split(course, course.phases, fresh, tests) if course.phases else _whole(course, fresh))
@@ -128,8 +135,8 @@ async def _bash(sandbox: Sandbox, script: str, ends: float) -> ExecResult:
     return await sandbox.exec(["bash", "-c", script], timeout=left, output_limit=LOG_LIMIT)
 
 
-async def _apply(sandbox: Sandbox, patch: bytes) -> str:
-    """Empty when the patch was applied, else why not."""
+async def apply_patch(sandbox: Sandbox, patch: bytes) -> str:
+    """Apply a patch in the sandbox's working directory. Empty when that was done, else why not."""
     await sandbox.write(PATCH_FILE, patch)
     words = ""
     for attempt, command in enumerate(_APPLY):

@@ -4,13 +4,15 @@
 ``prepare`` builds tree and environment once per task and caches them · ``embedded`` holds tasks of our own.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 WORKDIR = "/testbed"
-"""Where the repository sits in every sandbox (SWE-bench's own path, so official eval scripts hold)."""
+"""Where the repository sits in a sandbox (SWE-bench's own path, so official eval scripts hold), but for tasks that say
+where themselves (``Prepared.workdir``)."""
 
 ENV_PREFIX = "/opt/testbed-env"
 """Where the task's Python environment sits in every sandbox."""
@@ -49,3 +51,20 @@ class Prepared:
     """Textual replacements of the eval script, in order (docker paths -> this environment)."""
     env_vars: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment of the agent and of the tests (PATH with the task's interpreter first, ...)."""
+    workdir: str = WORKDIR
+    """Where ``repo`` is shown, and the agent and the tests work."""
+    overlays: tuple[tuple[Path, str], ...] = ()
+    """Further host directories shown copy-on-write, host -> sandbox."""
+    patience: float = math.inf
+    """Seconds that the task itself gives its agent; ``budget.agent`` when that is less."""
+    memory_mib: int | None = None
+    """MiB that the task itself asks for, of an image's sandbox; ``sandbox.memory_mib`` when that is less."""
+    cpus: float | None = None
+    """As ``memory_mib``."""
+    whole: bool = False
+    """What counts is not the change of the work tree but all that the agent left (``grade.harbor``)."""
+
+    @property
+    def by_snapshot(self) -> bool:
+        """The change is read in an image's work tree, which is noted before the agent starts."""
+        return self.repo is None and not self.whole

@@ -17,7 +17,7 @@ from typing import Any
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import ConfigError, SandboxError, boundary
-from polar_env.tasks import ENV_PREFIX, Prepared, Task
+from polar_env.tasks import ENV_PREFIX, Prepared, Task, harbor, harbor_prepare
 from polar_env.tasks.conda import environment_of, install_line
 from polar_env.tasks.embedded_rows import tree_digest
 from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python, install_project
@@ -40,6 +40,8 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
         ConfigError: the task's source cannot be used here, and what would make it usable.
         SandboxError: fetching or building failed; nothing half-made is left.
     """
+    if task.grader == harbor.GRADER:
+        return await harbor_prepare.prepare(task, _absolute(store), sandbox=sandbox)
     if image := image_of(task, sandbox):
         return Prepared(task, str(task.row["base_commit"]), repo=None, env=None, git_dir=None, image=image)
     recipe = await asyncio.to_thread(_recipe, task)
@@ -54,6 +56,8 @@ def image_of(task: Task, sandbox: SandboxConfig) -> str:
 
     Raises ConfigError: the task's source cannot be used under this sandbox, and what would make it usable.
     """
+    if task.grader == harbor.GRADER:
+        return harbor_prepare.image_of(task, sandbox)
     kind = str(task.source.get("kind", ""))
     if kind == "sdist" and sandbox.provider != "bubblewrap" and task.row.get("image"):
         kind = "image"  # our recipes stand in for an official image where none can run
