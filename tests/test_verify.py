@@ -21,9 +21,10 @@ from polar_env.errors import ConfigError, EngineError
 from polar_env.frames import Frame, FrameKind, encode_frame, frames
 from polar_env.gym.environment import unstarted
 from polar_env.gym.rows import row as row_of
+from polar_env.gym.rows import told
 from polar_env.segment_log import FILE_NAME
 from polar_env.types import Hole, HoleKind, Outcome, SealedLedger
-from polar_env.verdict import VerdictStatus
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 from polar_env.verify import run, violations
 from trajectory_helpers import call, call_trees
 
@@ -93,7 +94,29 @@ def test_a_row_written_without_its_trajectories_is_checked_for_what_it_delivers(
 
 
 def test_a_row_graded_again_holds(tmp_path: Path) -> None:
-    assert wrong(finish(tmp_path), reward=0.0, resolved=False) == []
+    finished = finish(tmp_path)
+    again = finished.row["polar"] | {"verdict": told(Verdict(VerdictStatus.UNRESOLVED))}
+    assert wrong(finished, reward=0.0, resolved=False, polar=again) == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rewards"),
+    [
+        (Verdict(VerdictStatus.UNRESOLVED, score=0.75), {0.75}),
+        (Verdict(VerdictStatus.RESOLVED, flags=(Flag.PLANTED,)), {0.0, 1.0}),
+        (Verdict(VerdictStatus.REFUSED, flags=(Flag.OUTSIDE,), official=True), {0.0, 1.0}),
+        (Verdict(VerdictStatus.PATCH_FAILED), {0.0}),
+    ],
+)
+def test_a_reward_that_some_policy_gives_for_the_verdict_holds_and_no_other(
+    tmp_path: Path, verdict: Verdict, rewards: set[float]
+) -> None:
+    finished = finish(tmp_path)
+    polar = finished.row["polar"] | {"verdict": told(verdict)}
+    resolved = float(verdict.status is VerdictStatus.RESOLVED)
+    for reward in (0.0, 0.25, 0.75, 1.0):
+        found = wrong(finished, reward=reward, resolved=resolved, polar=polar)
+        assert (found == []) is (reward in rewards)
 
 
 @settings(deadline=None, max_examples=40)
@@ -218,6 +241,78 @@ def test_a_difference_is_told_with_its_place_and_both_values(kept: dict[str, Fin
     made = copy.deepcopy(kept["plain"].row)
     made["trajectories"][0]["token_ids"][5] = 99
     assert violations(made, kept["plain"].sessions) == ["chain 0 token_ids[5] is 99 in the row, 6 in the log"]
+
+
+AGAINST_ITSELF: dict[str, tuple[Callable[[Row], Any], str]] = {
+    "reward": (lambda r: r.update(reward=0.0), "reward is 0.0, by polar.verdict it is 1.0"),
+    "resolved": (lambda r: r.update(resolved=0.0), "resolved is 0.0, polar.verdict.status is resolved"),
+    "verdict": (
+        lambda r: r["polar"]["verdict"].update(status="unresolved"),
+        "resolved is 1.0, polar.verdict.status is unresolved; reward is 1.0, by polar.verdict it is 0.0",
+    ),
+    "no verdict": (
+        lambda r: r["polar"].update(verdict=None),
+        "mask_sample is False, and the rollout cannot train (nothing was graded)",
+    ),
+    "outcome": (
+        lambda r: r["polar"].update(outcome="engine_error"),
+        "mask_sample is False, and the rollout cannot train (infrastructure: engine_error)",
+    ),
+    "incomplete": (lambda r: r["polar"].update(complete=False), "cannot train (the capture is incomplete)"),
+    "timed out": (lambda r: r["polar"].update(outcome="agent_timeout"), "agent_timed_out is 0.0, and polar.outcome"),
+    "trainable tokens": (lambda r: r.update(trainable_tokens=9.0), "trainable_tokens is 9.0, and response.output"),
+    "chains": (lambda r: r.update(num_chains=1.0), "num_chains is 1.0, and trajectories gives 2.0"),
+    "left out": (lambda r: r.update(num_left_out=0.0), "num_left_out is 0.0, and polar.left_out gives 1.0"),
+    "holes": (lambda r: r.update(num_holes=1.0), "num_holes is 1.0, and polar.holes gives 0.0"),
+    "patch": (lambda r: r["polar"].update(patch=""), "and polar.patch gives 0.0"),
+    "fraction": (lambda r: r.update(delivered_fraction=1.0), "delivered_fraction is 1.0 in the row, 0.8"),
+    "sampled": (lambda r: r.update(sampled_tokens=5.0), "sampled_tokens is 5.0 in the row, 6.0 by the log"),
+    "total": (lambda r: r.update(total_tokens=5.0), "total_tokens is 5.0 in the row, 10.0 by the log"),
+    "cut": (lambda r: r.update(truncated=1.0), "truncated is 1.0 in the row, 0.0 by the log"),
+    "joins": (lambda r: r.update(joins_new=1.0), "joins_new is 1.0 in the row, 3.0 by the log"),
+    "first": (lambda r: r.update(starts_with_task=0.0), "starts_with_task is 0.0 in the row, 1.0 by the log"),
+    "version": (
+        lambda r: r["polar"].update(policy_version_last="step-8"),
+        "polar.policy_version_last is 'step-8' in the row, 'step-7' by the log",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AGAINST_ITSELF)
+def test_a_field_that_was_edited_by_hand_is_named_with_what_it_should_be(kept: dict[str, Finished], what: str) -> None:
+    made = copy.deepcopy(kept["plain"].row)
+    change, words = AGAINST_ITSELF[what]
+    change(made)
+    assert words in "; ".join(violations(made, kept["plain"].sessions))
+
+
+def test_a_masked_row_has_no_reward_and_nothing_of_it_trains(kept: dict[str, Finished]) -> None:
+    made = copy.deepcopy(kept["masked"].row)
+    made["reward"] = 1.0
+    assert violations(made, kept["masked"].sessions) == ["reward is 1.0, by mask_sample it is 0.0"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(["plain", "branched"]), st.data())
+def test_without_its_log_trajectories_are_held_against_the_tensors_that_train(
+    kept: dict[str, Finished], kind: str, choice: st.DataObject
+) -> None:
+    made = copy.deepcopy(kept[kind].row)
+    chain = made["trajectories"][made["polar"]["delivered"]]
+    key = choice.draw(st.sampled_from(["token_ids", "loss_mask", "log_probs"]))
+    at = choice.draw(st.integers(0, len(chain[key]) - 1))
+    if key == "log_probs" and not chain["loss_mask"][at]:
+        return  # nothing trains there
+    chain[key][at] = -0.25 if key == "log_probs" else chain[key][at] ^ 1
+    *found, missing = violations(made, Path("/nowhere"))
+    assert "no session log" in missing
+    assert any(f"trajectories[{made['polar']['delivered']}].{key}[{at}] is" in line for line in found)
+
+
+def test_without_its_log_a_row_that_agrees_with_itself_misses_only_the_log(kept: dict[str, Finished]) -> None:
+    for finished in kept.values():
+        (found,) = violations(finished.row, Path("/nowhere"))
+        assert "no session log" in found
 
 
 def test_two_equal_rows_differ_only_below_float32(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""Rows against the durable logs of their sessions: what `polar verify` does.
+"""Rows against themselves and against the durable logs of their sessions: what `polar verify` does.
 
-Each session is rebuilt from its log, its chains are built again as the row says they were, and every id, mask and
-log-probability (as exact float32) is compared with what the row holds, as is the digest chain over what it delivers.
+What a row says more than once must agree: reward and masks with the verdict, metrics with what they count. Its session
+is rebuilt from its log, its chains are built again as the row says they were, and every id, mask and log-probability
+(as exact float32) is compared with what the row holds, as are its metrics and the digest chain over what it delivers.
+Where the log is missing, its trajectories are held against the tensors that train.
 """
 
+import base64
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +18,11 @@ from polar_env.digest import digest
 from polar_env.errors import CaptureError, ConfigError, PolarError, boundary
 from polar_env.gym import rows
 from polar_env.gym.contract import TOKEN_KEYS, first_prompt_digest, trainable_items
-from polar_env.joins import joins
+from polar_env.reward import Worth, decide
 from polar_env.segment_log import SessionLog, read
 from polar_env.trajectory import build, trim
-from polar_env.types import CallKind, Chain, ChainTurn, Trajectory
+from polar_env.types import CallKind, Chain, ChainTurn, HarnessExit, Outcome, RewardDecision, RolloutResult, Trajectory
+from polar_env.verdict import Flag, Verdict, VerdictStatus
 
 Row = Mapping[str, Any]
 
@@ -86,24 +90,109 @@ def _shorten(wrong: Sequence[str], shown: int = 3) -> str:
 
 def violations(row: Row, sessions: Path) -> list[str]:
     """Where a row disagrees with its session's log or with itself; one sentence each. Empty: it holds."""
+    found = list[str]()
     try:
         with boundary(ConfigError, "not a row of polar_env, or one of an older version"):
-            return [*_masks(row), *_against_log(row, sessions)]
+            found += (*_masks(row), *_reward(row), *_counted(row))
+            found += _against_log(row, sessions)
     except PolarError as error:
-        return [str(error)]
+        found.append(str(error))
+    return found
+
+
+# --- the row by itself ------------------------------------------------------------------------------------------
 
 
 def _masks(row: Row) -> Iterator[str]:
-    """What a row says of itself more than once."""
+    """What a row says more than once of whether it trains."""
     masked, links = row["mask_sample"], row["polar"]["digest"]["links"]
     if not isinstance(masked, bool) or row["instance_config"]["mask_sample"] is not masked:
         yield "mask_sample and instance_config.mask_sample differ"
     if masked is not (links == 0):
         yield f"mask_sample is {masked}, and its digest chain has {links} links"
-    if row["reward"] != (0.0 if masked and not row.get("text_only") else row["resolved"]):
-        yield f"reward is {row['reward']}, resolved is {row['resolved']}, mask_sample is {masked}"
     if row["first_prompt_digest"] != first_prompt_digest(row):
         yield "first_prompt_digest is not that of its first prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lenient:
+    """The reward policy that trains all that any policy trains. A row does not say by which one it was rewarded."""
+
+    train_timeouts: bool = True
+    flags: Mapping[Flag, Worth] = field(default_factory=lambda: dict[Flag, Worth].fromkeys(Flag, "report"))
+
+
+def _reward(row: Row) -> Iterator[str]:
+    """Reward and mask against the ending and the verdict: what no policy gives is not the grader's."""
+    polar, verdict = row["polar"], _verdict(row["polar"]["verdict"])
+    given = decide(Outcome(polar["outcome"]), verdict, polar["complete"], _Lenient())
+    if row["resolved"] != (verdict is not None and verdict.status is VerdictStatus.RESOLVED):
+        yield f"resolved is {row['resolved']}, polar.verdict.status is {verdict.status.value if verdict else None}"
+    if given.masked and not row["mask_sample"]:
+        yield f"mask_sample is False, and the rollout cannot train ({given.reason})"
+    possible = [given.reward] if row["text_only"] or not row["mask_sample"] else [0.0]
+    if row["text_only"] or (verdict and verdict.flags):
+        possible.append(0.0)
+    if row["reward"] not in possible:
+        found = "mask_sample" if row["mask_sample"] and not row["text_only"] else "polar.verdict"
+        yield f"reward is {row['reward']}, by {found} it is {' or '.join(map(str, possible))}"
+
+
+def _verdict(told: Mapping[str, Any] | None) -> Verdict | None:
+    """What of a row's verdict decides its reward."""
+    if told is None:
+        return None
+    return Verdict(
+        VerdictStatus(told["status"]),
+        flags=tuple(Flag(flag) for flag in told["flags"]),
+        official=told["official"],
+        score=told.get("score"),
+    )
+
+
+def _counted(row: Row) -> Iterator[str]:
+    """Metrics against the part of the row that they count."""
+    polar = row["polar"]
+    trained = sum(len(item["generation_token_ids"]) for item in trainable_items(row))
+    counts = {
+        "trainable_tokens": (0 if row["mask_sample"] else trained, "response.output"),
+        "num_left_out": (len(polar["left_out"]), "polar.left_out"),
+        "num_holes": (len(polar["holes"]), "polar.holes"),
+        "patch_bytes": (len(base64.b64decode(polar["patch"])), "polar.patch"),
+        "agent_timed_out": (polar["outcome"] == Outcome.AGENT_TIMEOUT, "polar.outcome"),
+        "ended_early": (polar["outcome"] in rows.ENDED_EARLY, "polar.outcome"),
+    }
+    if row["trajectories"]:
+        counts["num_chains"] = len(row["trajectories"]), "trajectories"
+    for key, (count, where) in counts.items():
+        if row[key] != count:
+            yield f"{key} is {row[key]!r}, and {where} gives {float(count)!r}"
+
+
+def _tensors(row: Row) -> Iterator[str]:
+    """Without a log: the chain that ``trajectories`` calls delivered, against the tensors that train."""
+    chains: Sequence[Row] = row["trajectories"]
+    if row["mask_sample"] or not chains:
+        return
+    if row["sampled_tokens"] != (masks := sum(sum(chain["loss_mask"]) for chain in chains)):
+        yield f"sampled_tokens is {row['sampled_tokens']}, and the masks of trajectories train {masks}"
+    delivered = [number for number, chain in enumerate(chains) if chain["delivered"]]
+    if delivered != [row["polar"]["delivered"]]:
+        yield f"polar.delivered is {row['polar']['delivered']}, and trajectories calls {delivered} delivered"
+        return
+    where, chain = f"trajectories[{delivered[0]}]", chains[delivered[0]]
+    mask = list[int]()
+    for number, item in enumerate(trainable_items(row)):
+        prompt, sampled, log_probs = (item[key] for key in TOKEN_KEYS)
+        own, span = f"trained call {number}", slice(len(prompt), len(prompt) + len(sampled))
+        ids, priced = chain["token_ids"][: span.stop], chain["log_probs"][: span.stop]
+        yield from _numbers(f"{where}.token_ids", ids, [*prompt, *sampled], "i", where, own)
+        yield from _numbers(f"{where}.log_probs", priced, [*priced[: span.start], *log_probs], "f", where, own)
+        mask += [0] * (len(prompt) - len(mask)) + [1] * len(sampled)
+    yield from _numbers(f"{where}.loss_mask", chain["loss_mask"][: len(mask)], mask, "i", where, "response.output")
+
+
+# --- against its log --------------------------------------------------------------------------------------------
 
 
 def _against_log(row: Row, sessions: Path) -> Iterator[str]:
@@ -112,9 +201,14 @@ def _against_log(row: Row, sessions: Path) -> Iterator[str]:
     if not name:
         yield from _unstarted(row)
         return
-    log, policy = _log(sessions, name), _policy(polar["trajectory"])
+    try:
+        log, policy = _log(sessions, name), _policy(polar["trajectory"])
+    except CaptureError:
+        yield from _tensors(row)
+        raise
     yield from _ledger(row, log)
     trajectory = build(log.ledger, policy)
+    yield from _metrics(row, log, trajectory, policy)
     if (polar["delivered"], polar["left_out"]) != (trajectory.delivered, dict(trajectory.left_out)):
         yield "another chain is delivered by the log, or other calls are left out"
     if row["trajectories"]:
@@ -162,10 +256,36 @@ def _ledger(row: Row, log: SessionLog) -> Iterator[str]:
         yield f"the log has {len(log.ledger.holes)} holes, the row tells of {len(polar['holes'])}"
     if not log.ledger.complete and not row["mask_sample"]:
         yield "the log is incomplete and the row trains"
-    if any(row[f"joins_{join}"] != count for join, count in joins(log.ledger).items()):
-        yield "the log's calls join otherwise than the row says"
-    if len(log.ledger.records) != row["num_model_calls"]:
-        yield f"the log has {len(log.ledger.records)} calls, the row {row['num_model_calls']:g}"
+
+
+ELSEWHERE = ("reward", "policy_age", "policy_age_mean", "policy_stale")
+"""Numbers that no log holds: the grader gave the reward, and how old a version is the trainer said."""
+
+
+def _metrics(row: Row, log: SessionLog, trajectory: Trajectory, policy: Policy) -> Iterator[str]:
+    """Every metric against those of a row that is made again of the log and of what only the row knows (verdict, patch,
+    how the harness exited, seconds)."""
+    polar, code = row["polar"], row["harness_exit_code"]
+    result = RolloutResult(
+        task_id=polar["task_id"],
+        harness=polar["harness"],
+        outcome=Outcome(polar["outcome"]),
+        detail=polar["detail"],
+        verdict=_verdict(polar["verdict"]),
+        decision=RewardDecision(row["reward"], row["mask_sample"]),
+        trajectory=trajectory,
+        ledger=log.ledger,
+        patch=base64.b64decode(polar["patch"]),
+        exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
+        seconds={phase: row[f"seconds_{phase}"] for phase in rows.PHASES},
+    )
+    made = rows.compact(result, {"input": []}, model="", max_tokens=policy.max_tokens, include_trajectories=False)
+    told = {key: value for key, value in made.items() if isinstance(value, float) and key not in ELSEWHERE}
+    told |= {f"polar.{key}": made["polar"][key] for key in made["polar"] if key.startswith("policy_version")}
+    for key, value in told.items():
+        found = polar[key.removeprefix("polar.")] if key.startswith("polar.") else row[key]
+        if found != value:
+            yield f"{key} is {found!r} in the row, {value!r} by the log"
 
 
 def _chains(found: Sequence[Row], expected: Sequence[Row]) -> Iterator[str]:
@@ -196,17 +316,24 @@ def _items(items: Sequence[Row], expected: Sequence[ChainTurn]) -> Iterator[str]
             yield from _numbers(f"{turn.call_id} {key}", item[key], value, CODES[key])
 
 
-def _numbers(where: str, found: Sequence[float], expected: Iterable[float], code: str) -> Iterator[str]:
-    """The first number that differs, as stored: int32 or float32."""
+def _numbers(
+    where: str,
+    found: Sequence[float],
+    expected: Iterable[float],
+    code: str,
+    row: str = "the row",
+    log: str = "the log",
+) -> Iterator[str]:
+    """The first number that differs, as stored: int32 or float32. ``row`` and ``log`` are who holds the two."""
     ours, theirs = _array(where, found, code), array(code, expected)
     if ours.tobytes() == theirs.tobytes():
         return
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next((at for at, (a, b) in pairs if array(code, [a]).tobytes() != array(code, [b]).tobytes()), None)
     if at is None:
-        yield f"{where} has {len(ours)} values in the row, {len(theirs)} in the log"
+        yield f"{where} has {len(ours)} values in {row}, {len(theirs)} in {log}"
     else:
-        yield f"{where}[{at}] is {ours[at]} in the row, {theirs[at]} in the log"
+        yield f"{where}[{at}] is {ours[at]} in {row}, {theirs[at]} in {log}"
 
 
 def _array(where: str, values: Sequence[float], code: str) -> "array[Any]":
