@@ -162,7 +162,11 @@ TABLE = (
     ),
     Row("gym.*", 6, (*FACTS, "config", "rollout", "tasks", "proxy.control", "sandbox.janitor", "gym", "gym.*")),
     Row("demo", 6, (*FACTS, "config", "engine", "engine.*", "named", "rollout", "tasks", "tasks.*", "gym", "gym.*")),
-    Row("standalone", 6, (*FACTS, *MIDDLE, "joins", "proxy.control", "proxy.session", "harness", "named", "rollout")),
+    Row(
+        "standalone",
+        6,
+        (*FACTS, *MIDDLE, "joins", "segment_log", "proxy.control", "proxy.session", "harness", "named", "rollout"),
+    ),
     Row("recipe", 6, (*FACTS, "config", "tasks", "tasks.*", "gym", "gym.*")),
     Row("submit", 6, (*FACTS, "config")),
     Row("cli_values", 6, (*FACTS, "config")),

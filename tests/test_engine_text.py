@@ -387,5 +387,5 @@ async def test_formats_of_token_ids_refuse_it_and_say_what_to_export(tmp_path, n
 
 async def test_the_table_of_a_session_says_why_nothing_trains(tmp_path):
     await conversation(tmp_path)
-    told = describe(tmp_path / "s", PolarConfig())
+    told, _ = describe(tmp_path / "s", PolarConfig())
     assert told.count(f"no: {NO_IDS}") == 2

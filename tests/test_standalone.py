@@ -9,21 +9,28 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import rollout_helpers
 from engine_helpers import VllmServer
+from finished_helpers import finish, two_turns
 from gym_helpers import Gated, Stage
 from polar_env.capture import rebuild
 from polar_env.cli import main
 from polar_env.config import PolarConfig, load
 from polar_env.control import send
 from polar_env.errors import CaptureError, ConfigError, EngineError
+from polar_env.frames import Frame, encode_frame, frames
 from polar_env.harness import HARNESSES
+from polar_env.segment_log import FILE_NAME
 from polar_env.standalone import Trial, catalogue, describe, serve, table, try_harness
 from polar_env.types import CallKind, Outcome
 
@@ -330,7 +337,7 @@ async def test_a_harness_of_one_s_own_is_tried_on_a_folder_which_stays_as_it_was
     assert (repo / "answer.txt").read_text(encoding="utf-8") == "none yet\n"
     assert "verdict" not in said
     (log,) = (tmp_path / "sessions").iterdir()
-    assert describe(log, config) in said
+    assert describe(log, config)[0] in said
 
 
 async def test_without_a_folder_the_harness_works_in_an_empty_one(tmp_path: Path, own: str):
@@ -399,19 +406,110 @@ def test_a_folder_without_a_log_is_refused(tmp_path: Path):
         describe(tmp_path, load({}))
 
 
-async def test_a_damaged_log_shows_its_hole(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    async with VllmServer().run() as engine, serving(configured(tmp_path, engine.url), "one") as proxy:
-        await ask(await proxy.line(), "hello")
-        os.kill(os.getpid(), signal.SIGTERM)
-        log = Path((await proxy.line())["log"])
-    assert main(["rebuild", str(log)]) == 0
-    whole = capsys.readouterr().out
-    assert "hole" not in whole
-    data = bytearray((log / "calls.log").read_bytes())
-    data[-120] ^= 1
-    (log / "calls.log").write_bytes(data)
-    assert main(["rebuild", str(log), "trajectory.delivery=longest"]) == 0
-    assert "hole: lost_record" in capsys.readouterr().out
+@dataclass
+class Logged:
+    """The log of a session of three calls: bytes of each frame, and what `polar rebuild` makes of others."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def frames(self) -> dict[str, bytes]:
+        """By kind and call, in order."""
+        made: dict[str, bytes] = {}
+        for frame in frames((self.folder / FILE_NAME).read_bytes()):
+            assert isinstance(frame, Frame)
+            name = f"{frame.kind.name.lower()} {frame.header.get('call_id', '')}".strip()
+            made[name] = encode_frame(frame.kind, frame.header, frame.body)
+        return made
+
+    def rebuilt(self, *parts: bytes) -> tuple[int, str]:
+        (self.folder / FILE_NAME).write_bytes(b"".join(parts))
+        return main(["rebuild", str(self.folder)]), self.capsys.readouterr().out
+
+
+@pytest.fixture
+def logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Logged:
+    finish(tmp_path, two_turns("s")[:3])
+    return Logged(tmp_path / "s", capsys)
+
+
+UNSEALED = "warning: the log has no seal: its session still runs, or was never closed. "
+
+
+def test_a_log_that_was_sealed_says_nothing_of_itself(logged: Logged):
+    code, said = logged.rebuilt(*logged.frames.values())
+    assert code == 0
+    assert [line.split()[0] for line in said.splitlines() if line] == ["call", "0", "1", "2", "chain", "0", "1"]
+
+
+def test_a_log_without_a_seal_is_told_and_can_be_used(logged: Logged):
+    code, said = logged.rebuilt(*list(logged.frames.values())[:-1])
+    assert code == 0
+    assert said.splitlines()[-1] == f"{UNSEALED}3 calls can be read whole; more may have followed"
+    assert "damaged" not in said
+
+
+def test_a_log_that_was_cut_says_so_and_how_much_is_there(logged: Logged):
+    parts = logged.frames
+    code, said = logged.rebuilt(parts["open"], parts["call s-0000"], parts["call s-0001"][:-1])
+    assert code == 1
+    assert said.splitlines()[-2:] == [
+        "damaged: it ends inside a frame: it was cut, or its process was killed while it wrote. "
+        "1 calls can be read whole",
+        f"{UNSEALED}1 calls can be read whole; more may have followed",
+    ]
+
+
+def test_a_log_that_was_cut_after_a_call_s_marks_names_the_call(logged: Logged):
+    """Its own frame is gone, and another speaks of it."""
+    parts = logged.frames
+    code, said = logged.rebuilt(parts["open"], parts["call s-0000"], parts["delivered s-0001"], parts["seal"])
+    assert code == 1
+    assert (
+        "damaged: missing, by what is left of it: s-0001; its session was closed with 3 calls. 1 calls can be" in said
+    )
+    assert "hole: lost_record  the session was sealed with 3 calls, the log holds 1" in said
+
+
+def test_a_corrupt_frame_names_the_calls_it_took_along(logged: Logged):
+    parts = logged.frames
+    bad = bytearray(parts["call s-0000"])
+    bad[-1] ^= 1
+    code, said = logged.rebuilt(*(parts | {"call s-0000": bytes(bad)}).values())
+    assert code == 1
+    assert said.splitlines()[-1] == (
+        "damaged: 1 part of it cannot be read: the bytes are not those written; missing, by what is left of it: "
+        "s-0000, s-0001; its session was closed with 3 calls. 1 calls can be read whole"
+    )
+    assert "hole: lost_record s-0001 the log lost call s-0000, whose ids this call's prompt begins with" in said
+
+
+def test_a_file_that_is_no_log_is_told_apart_from_an_empty_one(logged: Logged):
+    assert logged.rebuilt(b"not a log at all, only text")[0] == 1
+    code, said = logged.rebuilt()
+    assert (code, said.splitlines()[-1]) == (0, f"{UNSEALED}0 calls can be read whole; more may have followed")
+
+
+@given(st.data())
+def test_a_log_damaged_anywhere_is_never_told_to_be_whole(choice: st.DataObject):
+    data = bytearray(_three_calls())
+    cut = choice.draw(st.integers(0, len(data) - 1))
+    if choice.draw(st.booleans()):
+        data[cut] ^= choice.draw(st.integers(1, 255))
+    else:
+        del data[cut:]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / FILE_NAME).write_bytes(data)
+        said, readable = describe(Path(folder), PolarConfig())
+    assert ("damaged:" in said) is not readable
+    assert not readable or UNSEALED in said
+
+
+@cache
+def _three_calls() -> bytes:
+    with TemporaryDirectory() as folder:
+        return (finish(Path(folder), two_turns("s")[:3]).log / FILE_NAME).read_bytes()
 
 
 def test_columns_are_as_wide_as_their_widest_cell():

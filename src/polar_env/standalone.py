@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_env import engine as engine_room
-from polar_env.capture import Ledger, SegmentLog, rebuild
+from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import HarnessConfig, PolarConfig, environment
 from polar_env.errors import ConfigError
 from polar_env.harness import HARNESSES, Harness
@@ -27,6 +27,7 @@ from polar_env.proxy.control import SECRET
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session, policy
 from polar_env.rollout import RolloutJob, harness_class, make_harness, open_proxy, rollout, session_dir
+from polar_env.segment_log import SessionLog, read
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks import rows as task_rows
 from polar_env.trajectory import build
@@ -229,10 +230,27 @@ def _verdict(verdict: Verdict) -> str:
 # --- what was captured ------------------------------------------------------------------------------------------
 
 
-def describe(directory: Path, config: PolarConfig) -> str:
-    """What a session's durable log holds, rebuilt from its bytes. Raises CaptureError: there is no readable log."""
-    ledger = rebuild(directory.expanduser().resolve())
-    return "\n".join(_captured(ledger, build(ledger, config.trajectory))).lstrip("\n")
+def describe(directory: Path, config: PolarConfig) -> tuple[str, bool]:
+    """What a session's durable log holds, rebuilt from its bytes, and whether all of the file can be read.
+
+    A log without a seal can be read: its session still runs, or its process was killed between two frames.
+
+    Raises:
+        CaptureError: there is no readable log.
+    """
+    log = read(directory.expanduser().resolve())
+    text = "\n".join((*_captured(log.ledger, build(log.ledger, config.trajectory)), *_state(log)))
+    return text.lstrip("\n"), not log.damage
+
+
+def _state(log: SessionLog) -> Iterator[str]:
+    """What is not as a session leaves its log when it is closed."""
+    calls = f"{len(log.ledger.records)} calls can be read whole"
+    if log.damage:
+        yield f"damaged: {'; '.join(log.damage)}. {calls}"
+    if not log.sealed:
+        open_still = "its session still runs, or was never closed"
+        yield f"warning: the log has no seal: {open_still}. {calls}; more may have followed"
 
 
 def _captured(ledger: SealedLedger, trajectory: Trajectory) -> Iterator[str]:
