@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,10 @@ def listed(row: Mapping[str, Any], field: str) -> list[str]:
 
 
 def touched(row: Mapping[str, Any]) -> frozenset[str]:
-    """Paths the test patch names."""
+    """Paths the test patch names, and those of the row's own test files (``polar_files``)."""
     parts = sections(str(row.get("test_patch", "")).encode())
-    return frozenset(path.decode("utf-8", "surrogateescape") for part in parts for path in part.paths)
+    patched = (path.decode("utf-8", "surrogateescape") for part in parts for path in part.paths)
+    return frozenset(row.get("polar_files", ())).union(patched)
 
 
 def named(row: Mapping[str, Any]) -> frozenset[str]:
@@ -90,7 +91,9 @@ async def hidden(prepared: Prepared, sandbox: Sandbox | None = None) -> Hidden:
                 base[path] = await sandbox.read(f"{WORKDIR}/{path}")
     else:
         base = await asyncio.to_thread(_read, prepared.repo, paths)
-    return await asyncio.to_thread(make, base, paths, str(row.get("test_patch", "")).encode())
+    made = await asyncio.to_thread(make, base, paths, str(row.get("test_patch", "")).encode())
+    own = {path: text.encode() for path, text in row.get("polar_files", {}).items() if text is not None}
+    return replace(made, files={**made.files, **own})
 
 
 def _read(repo: Path, paths: Iterable[str]) -> dict[str, bytes]:

@@ -6,8 +6,9 @@ only the tests' own output can be read as results, and no marker in it survives.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 START, END = ": '>>>>> Start Test Output'", ": '>>>>> End Test Output'"
 _CODE = ">>>>> Test Exit Code: {code}"
@@ -33,6 +34,15 @@ class Phases:
     def rewritten(self, old: str, new: str) -> "Phases":
         """With a text replaced throughout."""
         return Phases(self.install.replace(old, new), self.build.replace(old, new), self.test.replace(old, new))
+
+
+def of_row(row: Mapping[str, Any]) -> Phases | None:
+    """A row's phases: its own shell lines (``polar_phases``: install, build, test), else those of its script."""
+    own: Mapping[str, str] | None = row.get("polar_phases")
+    if own is None:
+        return phases(str(row["eval_script"]))
+    parts = (own.get(name, "").strip("\n") for name in ("install", "build", "test"))
+    return Phases(*(_script(part.split("\n")) if part else "" for part in parts))
 
 
 def phases(script: str) -> Phases | None:

@@ -117,7 +117,8 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 
 def _digest(prepared: Prepared, provider: str) -> str:
     row = prepared.task.row
-    fields = ("patch", "test_patch", "eval_script", "log_parser", "FAIL_TO_PASS", "PASS_TO_PASS")
+    own = (field for field in ("polar_expected", "polar_files", "polar_phases") if field in row)
+    fields = ("patch", "test_patch", "eval_script", "log_parser", "FAIL_TO_PASS", "PASS_TO_PASS", *own)
     told = [FORMAT, provider, prepared.base_commit, prepared.image, *(row.get(field) for field in fields)]
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:12]
 

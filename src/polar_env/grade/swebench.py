@@ -19,7 +19,7 @@ from polar_env.grade import report as official
 from polar_env.grade.audit import unlike
 from polar_env.grade.canary import bank, prove
 from polar_env.grade.hidden import Hidden, hidden, listed
-from polar_env.grade.phases import conflicting, phases
+from polar_env.grade.phases import conflicting, of_row
 from polar_env.grade.review import Kept, keep, review, same_change
 from polar_env.grade.right import Right, right, written
 from polar_env.grade.trial import Course, Trial, box_of, run
@@ -94,8 +94,8 @@ async def prewarm(prepared: Prepared, *, sandbox: SandboxConfig) -> None:
 async def _course(prepared: Prepared, sandbox: SandboxConfig, timeout: float) -> Course:  # noqa: ASYNC109
     """What is run: the row's script, pointed at this environment."""
     row = prepared.task.row
-    script = await asyncio.to_thread(official.eval_script, row)
-    split = phases(str(row["eval_script"]))
+    script = "" if "polar_phases" in row else await asyncio.to_thread(official.eval_script, row)
+    split = of_row(row)
     for old, new in ((str(row["base_commit"]), prepared.base_commit), *prepared.eval_rewrites):
         script = script.replace(old, new)
         split = split and split.rewritten(old, new)

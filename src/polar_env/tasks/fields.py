@@ -11,7 +11,7 @@ from typing import Any, cast
 from polar_env.errors import ConfigError
 from polar_env.tasks import WORKDIR
 
-SOURCE_KINDS = ("sdist", "git", "embedded", "image", "sif")
+SOURCE_KINDS = ("sdist", "git", "files", "embedded", "image", "sif")
 
 
 def need(row: Mapping[str, Any], field: str, where: str, *, else_do: str, empty: bool = False) -> str:

@@ -1,7 +1,8 @@
 """Dataset rows -> tasks. Rows are SWE-bench's v5 schema, from wherever the user has them; the repository ships none.
 
-``data`` is a parquet or JSONL file, a folder of them, ``hub:<dataset name>[:split]``, ``embedded`` or ``""`` (the
-folder named by POLAR_SWEBENCH_DATA, else the embedded tasks).
+``data`` is a parquet or JSONL file, a folder of them, a folder of Harbor task folders (or ``harbor:PATH``),
+``hub:<dataset name>[:split]``, ``embedded`` or ``""`` (the folder named by POLAR_SWEBENCH_DATA, else the embedded
+tasks).
 
 A row may say itself how its repository and environment are made, as a mapping (or its JSON text) ``polar_source``:
 ``{"kind": "git", "mirror": PATH, ...}`` with either ``python``, ``pip`` and ``requirements`` (exact pins) or an
@@ -25,7 +26,7 @@ import pyarrow.parquet as parquet
 
 from polar_env.config import environment
 from polar_env.errors import ConfigError
-from polar_env.tasks import Task, custom_rows, swebench_rows
+from polar_env.tasks import Task, custom_rows, harbor, r2e_rows, swebench_rows, swegym_rows, tests_pass_rows
 from polar_env.tasks.embedded_rows import embedded_rows
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ _SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 
 SHAPES: Mapping[str, Callable[[Mapping[str, Any], str], Task]] = {
     "swebench": swebench_rows.task,
+    "tests_pass": tests_pass_rows.task,
+    "swe_gym": swegym_rows.task,
+    "r2e": r2e_rows.task,
+    "harbor": harbor.task,
     "module:Class": custom_rows.task,
 }
 """What a row may say its grader is (``polar_grader``) -> how the row, and where it stands, becomes a task."""
@@ -45,7 +50,7 @@ SHAPES: Mapping[str, Callable[[Mapping[str, Any], str], Task]] = {
 class Source:
     """Where rows come from. ``detail`` is one sentence for the screen: what, and why that."""
 
-    kind: Literal["files", "hub", "embedded"]
+    kind: Literal["files", "folders", "hub", "embedded"]
     detail: str
     paths: tuple[Path, ...] = ()
     dataset: str = ""
@@ -60,6 +65,8 @@ def resolve(data: str) -> Source:
         name, _, split = data.removeprefix("hub:").partition(":")
         split = split or "test"
         return Source("hub", f"{name} ({split}) from the Hugging Face hub", dataset=name, split=split)
+    if data.startswith("harbor:"):
+        return _folders(Path(data.removeprefix("harbor:")).expanduser(), data)
     if data:
         return _files(data, data)
     if folder := environment(DATA_VARIABLE):
@@ -76,7 +83,7 @@ def load(data: str, ids: Sequence[str] = ()) -> tuple[Task, ...]:
     """
     rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for where, row in _read(resolve(data)):
-        name = row.get("instance_id")
+        name = _name(row)
         # The same instance in two files (Verified and Lite) is one task: the first file wins.
         rows.setdefault(name if isinstance(name, str) and name else where, (where, row))
     unknown = [wanted for wanted in ids if wanted not in rows]
@@ -98,16 +105,21 @@ def _proves_nothing(row: Mapping[str, Any], where: str) -> bool:
 
 def task_of(row: Mapping[str, Any], where: str = "row") -> Task:
     """One validated task. ``where`` names the row in errors. Raises ConfigError."""
-    name = row.get("instance_id")
+    name = _name(row)
     where = f"{where} ({name})" if isinstance(name, str) and name and name not in where else where
     return SHAPES[_shape(row, where)](row, where)
+
+
+def _name(row: Mapping[str, Any]) -> Any:
+    return r2e_rows.name(row) if r2e_rows.is_one(row) else row.get("instance_id")
 
 
 def _shape(row: Mapping[str, Any], where: str) -> str:
     """The row's own word (``polar_grader``), else what its fields look like."""
     told = row.get("polar_grader")
     if told is None:
-        return "swebench"
+        known = (("tests_pass", tests_pass_rows), ("r2e", r2e_rows), ("swe_gym", swegym_rows))
+        return next((shape for shape, rows in known if rows.is_one(row)), "swebench")
     if isinstance(told, str) and (told in SHAPES or ":" in told):
         return told if told in SHAPES else "module:Class"
     raise ConfigError(f"{where}: field 'polar_grader' must be one of {', '.join(SHAPES)}, not {told!r:.60}")
@@ -121,12 +133,21 @@ def _files(data: str, shown: str) -> Source:
         names = [p for p in sorted(path.iterdir()) if p.name.endswith(_SUFFIXES) and _holds_rows(p)]
         # Verified first: it is the best checked, and the first file wins where an instance is in two.
         found = tuple(sorted(names, key=lambda p: "Verified" not in p.name))
+        if not found and harbor.folders(path):
+            return _folders(path, shown)
         if found:
             return Source("files", f"rows of {', '.join(p.name for p in found)} in {shown}", paths=found)
     raise ConfigError(
         f"no rows at {shown}: give a .parquet, .jsonl or .jsonl.gz file, a folder that holds one, "
         "hub:<dataset name>, or embedded"
     )
+
+
+def _folders(path: Path, shown: str) -> Source:
+    if not path.is_dir():
+        raise ConfigError(f"no task folders at {shown}: it is no directory")
+    found = harbor.told_apart(path)
+    return Source("folders", f"{len(found)} Harbor task folders in {shown}", paths=found)
 
 
 def _holds_rows(path: Path) -> bool:
@@ -142,6 +163,8 @@ def _read(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from ((str(row["instance_id"]), row) for row in embedded_rows())
     elif source.kind == "hub":
         yield from _hub(source)
+    elif source.kind == "folders":
+        yield from ((str(path), harbor.row_of(path)) for path in source.paths)
     else:
         for path in source.paths:
             yield from _parquet(path) if path.suffix == ".parquet" else _jsonl(path)

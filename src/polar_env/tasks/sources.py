@@ -1,4 +1,4 @@
-"""Repository trees: an sdist, a local git mirror or a task of our own becomes a two-commit repository at a fixed id.
+"""Repository trees: an sdist, a git mirror, files in a row or a task of our own becomes two commits at a fixed id.
 
 Why two commits: SWE-bench eval scripts run ``git show``; on a single commit that prints the whole tree into the log
 (9.4 MB with non-UTF-8 bytes for one instance, and the official grader then cannot open it). The second commit is
@@ -62,6 +62,9 @@ async def make_repository(source: Mapping[str, Any], base_commit: str, repo: Pat
     elif source["kind"] == "sdist":
         sdist = await fetch_sdist(store / "sdists", source["name"], source["file"], source["sha256"])
         await asyncio.to_thread(_unpack, sdist, repo)
+    elif source["kind"] == "files":
+        with boundary(SandboxError, "writing the repository's files"):
+            await asyncio.to_thread(write_files, source["files"], repo)
     else:
         await asyncio.to_thread(copy_embedded, str(source["path"]), repo)
     with boundary(ConfigError, "editing the tree as its recipe says"):
@@ -99,6 +102,18 @@ def copy_embedded(name: str, repo: Path) -> None:
             target = repo / file.relative_to(folder).with_suffix("")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
+
+
+def write_files(files: Mapping[str, str], repo: Path) -> None:
+    """Lay out a tree that its row holds, path -> text. Raises ConfigError for a path out of the repository."""
+    for name, text in files.items():
+        if not name or name.startswith("/") or {"..", ".git"}.intersection(name.split("/")):
+            raise ConfigError(f"polar_source.files names {name!r}: paths are relative to the repository")
+        target = repo / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, "utf-8")
+        if text.startswith("#!"):
+            target.chmod(0o755)
 
 
 async def _init(repo: Path) -> None:
