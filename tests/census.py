@@ -12,10 +12,11 @@ library only. Command lines are cut to their first two words: arguments may carr
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -101,6 +102,58 @@ def _ports() -> Iterator[tuple[str, str]]:
             if words[3] == "0A":
                 address, port = words[1].split(":")
                 yield f"{kind} {address}:{int(port, 16)}", f"inode {words[9]}"
+
+
+def listeners(pids: Iterable[int]) -> dict[str, str]:
+    """``inode`` -> address of every listening socket that one of these processes holds, TCP or UNIX. Of this process
+    also those in network namespaces that it is not in itself, such as a sandbox's."""
+    found: dict[str, str] = {}
+    for pid in pids:
+        held = {link.removeprefix("socket:[").removesuffix("]") for _, link in _sockets(pid)}
+        found |= {inode: address for inode, address in _listening(pid) if inode in held}
+        if pid == os.getpid():
+            found |= {inode: found.get(inode, "in another namespace") for inode in _accepting()}
+    return found
+
+
+def _sockets(pid: int) -> Iterator[tuple[int, str]]:
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        try:
+            link = str(entry.readlink())
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            yield int(entry.name), link
+
+
+def _accepting() -> Iterator[str]:
+    """Inodes of this process's listening sockets, as the sockets themselves say."""
+    for number, link in _sockets(os.getpid()):
+        try:
+            with socket.socket(fileno=os.dup(number)) as held:
+                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield link.removeprefix("socket:[").removesuffix("]")
+        except OSError:
+            continue
+
+
+def _listening(pid: int) -> Iterator[tuple[str, str]]:
+    """(inode, address) of the network namespace a process is in."""
+    for kind in ("tcp", "tcp6", "unix"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{kind}").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+        except OSError:
+            continue
+        for words in map(str.split, lines):
+            if kind == "unix" and int(words[3], 16) & 0x10000:  # __SO_ACCEPTCON of the kernel's include/linux/net.h
+                yield words[6], " ".join(["unix", *words[7:]])
+            elif kind != "unix" and words[3] == "0A":
+                address, port = words[1].split(":")
+                yield words[9], f"{kind} {address}:{int(port, 16)}"
 
 
 def _namespaces() -> Iterator[tuple[str, str]]:

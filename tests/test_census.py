@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from census import Census, census, counts, main, report, settle
+from census import Census, census, counts, listeners, main, report, settle
+from polar_env.sandbox.sandbox import open_sandbox
+from sandbox_helpers import box_of, config
 
 CENSUS = Path(__file__).with_name("census.py")
 
@@ -177,3 +179,27 @@ def test_a_census_can_be_compared_later(tmp_path: Path, capsys: pytest.CaptureFi
     with running("sleep", "30") as process:
         assert main(["--since", str(path), "--grace", "0"]) == 1
         assert f"{process.pid}@" in capsys.readouterr().out
+
+
+def test_the_listeners_of_a_process_are_named_and_no_other_sockets(tmp_path: Path) -> None:
+    code = """
+import socket, sys
+tcp, six, unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET6), socket.socket(socket.AF_UNIX)
+unix.bind(sys.argv[1]); unix.listen(); idle = socket.socket()
+print(tcp.getsockname()[1], flush=True); sys.stdin.read()
+"""
+    with running(sys.executable, "-c", code, str(tmp_path / "socket")) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        told = sorted(listeners([process.pid]).values())
+        assert told == [f"tcp 0100007F:{port}", f"unix {tmp_path / 'socket'}"]
+    assert listeners([process.pid]) == {}
+
+
+async def test_a_listener_in_a_sandboxs_own_network_is_ours_until_it_is_closed(tmp_path: Path) -> None:
+    before = listeners([os.getpid()])
+    async with open_sandbox(box_of(tmp_path), config()) as sandbox:
+        with sandbox.listener(8080):
+            held = listeners([os.getpid()])
+            assert [held[inode] for inode in held.keys() - before.keys()] == ["in another namespace"]
+    assert listeners([os.getpid()]).keys() <= before.keys()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from census import census
+from census import census, listeners
 from polar_env.config import PolarConfig
 from polar_env.rollout import open_proxy, rollout
 from polar_env.types import INFRASTRUCTURE, Outcome, RolloutResult
@@ -28,25 +28,42 @@ VICTIMS = {"harness": "instruction", "sandbox": "bwrap", "grader": "polar_env.gr
 """Kind -> what its command line holds."""
 
 
-def empty_groups() -> set[str]:
-    """Control groups of sandboxes without a process in them: what a sandbox that was not cleaned up leaves."""
-    found: set[str] = set()
-    for name in census().cgroups:
-        try:
-            if not (Path(name) / "cgroup.procs").read_text():
-                found.add(name)
-        except OSError:
-            continue
-    return found
+class Held:
+    """What rollouts may not add to: mounts, control groups of sandboxes, and sockets this process and its children
+    listen on."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> dict[str, str]:
+        found = census()
+        empty = {name: "control group" for name in found.cgroups if _without_processes(Path(name))}
+        mounts = {f"mount {name}": told for name, told in found.mounts.items()}
+        sockets = {f"socket {inode}": told for inode, told in listeners([os.getpid(), *below_us()]).items()}
+        return mounts | empty | sockets
+
+    def more(self, seconds: float = 60.0) -> dict[str, str]:
+        """What there is now and was not, once what is being removed had the time to go. Sandboxes that run beside this
+        test have groups too, and on a busy machine one that closes has an empty one for half a minute: theirs come and
+        go, and what stays is left behind."""
+        deadline, left = time.monotonic() + seconds, self._left()
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = self._left()
+            left = {key: told for key, told in left.items() if key in now}
+        return left
+
+    def _left(self) -> dict[str, str]:
+        return {key: told for key, told in self._now().items() if key not in self._before}
 
 
-def no_new_groups(before: set[str], seconds: float = 10.0) -> bool:
-    """Groups of sandboxes that run beside this test come and go; what stays is left behind."""
-    deadline, new = time.monotonic() + seconds, empty_groups() - before
-    while new and time.monotonic() < deadline:
-        time.sleep(0.1)
-        new &= empty_groups()
-    return not new
+def _without_processes(group: Path) -> bool:
+    """A sandbox that was not cleaned up leaves such a group."""
+    try:
+        return not (group / "cgroup.procs").read_text()
+    except OSError:
+        return False
 
 
 async def shoot(rng: random.Random, shots: Counter[str], over: asyncio.Event) -> None:
@@ -91,7 +108,7 @@ async def test_every_rollout_ends_by_name_whatever_is_shot(
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    mounts, groups, known = census().mounts, await asyncio.to_thread(empty_groups), below_us()
+    held, known = await asyncio.to_thread(Held), below_us()
     config = await settings(tmp_path / "sessions", engine={"scripts": ["fix", "give_up", "half"]})
     results, shots = await play(config, count, seed=count)
     endings = Counter((result.outcome, result.decision.masked) for result in results)
@@ -104,9 +121,8 @@ async def test_every_rollout_ends_by_name_whatever_is_shot(
         assert result.decision.masked or result.outcome not in INFRASTRUCTURE
         assert result.decision.reward == 0.0 or result.outcome in (Outcome.COMPLETED, Outcome.AGENT_ERROR)
     assert left_running(known) == []
-    assert census().mounts.keys() - mounts.keys() == set()
+    assert await asyncio.to_thread(held.more) == {}
     assert list(scratch.iterdir()) == []
-    assert await asyncio.to_thread(no_new_groups, groups)
 
 
 _WORKER = """
@@ -128,7 +144,7 @@ asyncio.run(main())
     "after", [0.7, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
 )
 def test_a_worker_that_is_shot_leaves_nothing(tmp_path: Path, after: float) -> None:
-    mounts, groups = census().mounts, empty_groups()
+    held = Held()
     path = os.pathsep.join((str(Path(__file__).parents[1]), *filter(None, sys.path)))
     env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     with adopting():
@@ -140,5 +156,4 @@ def test_a_worker_that_is_shot_leaves_nothing(tmp_path: Path, after: float) -> N
             time.sleep(after)
             worker.kill()
         assert settled(10.0, known=known) == []
-    assert census().mounts.keys() - mounts.keys() == set()
-    assert no_new_groups(groups)
+    assert held.more() == {}
