@@ -5,21 +5,26 @@ Every token of a session here has an id of its own, and its log-probability is m
 twice, nowhere, in a wrong place or with another's log-probability is seen at once.
 """
 
+import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import assume, event, given
+import pytest
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import PATIENT
+from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import TrajectoryConfig
 from polar_env.gym import contract, rows
 from polar_env.trajectory import build
 from polar_env.types import CallKind, CallRecord, Hole, HoleKind, Outcome, SealedLedger, StopReason, Trajectory
-from trajectory_helpers import call, ledger, rollout
+from trajectory_helpers import SESSION, call, ledger, rollout
 
 END = 1
 """The token that ends a turn in the template; nothing samples it in a turn that is cut."""
@@ -218,6 +223,67 @@ def test_a_token_stands_behind_exactly_what_the_engine_had_seen(play: Play) -> N
 
 
 @PATIENT
+@given(plays(Play.holed))
+def test_a_log_prob_stands_where_a_call_of_the_chain_sampled_and_nowhere_else(play: Play) -> None:
+    """In a prompt there may be tokens of a call that does not train: for this chain they are text."""
+    sealed = play.sealed()
+    sampled = {record.call_id: {*record.sampled_ids} for record in play.records}
+    for chain in chains_of(build(sealed, TrajectoryConfig()), sealed):
+        own = {token for call_id in chain["call_ids"] for token in sampled[call_id]}
+        assert chain["log_probs"] == [log_prob(token) if token in own else 0.0 for token in chain["token_ids"]]
+
+
+def fate(play: Play, record: CallRecord, trained: frozenset[CallKind]) -> str | None:
+    """Why a call must not train, from what happened to it; ``None``: it must."""
+    if record.holes:
+        return "hole"
+    if record.call_id in play.undelivered:
+        return "undelivered"
+    if record.call_id in play.superseded:
+        return "superseded"
+    if record.kind not in trained:
+        return f"kind: {record.kind}"
+    return None if record.sampled_ids else "empty generation"
+
+
+@PATIENT
+@given(plays(Play.holed), st.frozensets(st.sampled_from(CallKind)))
+def test_every_call_trains_in_one_chain_or_is_left_out_with_the_reason(
+    play: Play, trained: frozenset[CallKind]
+) -> None:
+    """Whatever kinds the trainer wants."""
+    trajectory = build(play.sealed(), TrajectoryConfig(trained_kinds=tuple(trained)))
+    expected = {record.call_id: fate(play, record, trained) for record in play.records}
+    assert trajectory.left_out == {call_id: why for call_id, why in expected.items() if why}
+    owners = [turn.call_id for chain in trajectory.chains for turn in chain.turns if turn.trained]
+    assert sorted(owners) == sorted(call_id for call_id, why in expected.items() if not why)
+
+
+ALONE = (*dict.fromkeys(WHOLE), Play.holed)
+
+
+@pytest.mark.parametrize("step", ALONE, ids=lambda step: step.__name__)
+def test_a_session_of_one_kind_of_step_keeps_all_of_it(step: Callable[[Play, str, int], None]) -> None:
+    """All turns cut at their length, nothing but empty ones, one retry after the other, ..."""
+    play = Play()
+    for size in (1, 2, 3, 2):
+        step(play, "", size)
+    result = rollout(play.sealed())
+    trained = [
+        token
+        for chain in result.trajectory.chains
+        for turn in chain.turns
+        if turn.trained
+        for token in turn.sampled_ids
+    ]
+    assert sorted(trained) == sorted(to_train(play))
+    row = rows.row(result, {"input": "x"}, model="policy", max_tokens=None)
+    assert contract.violations(row) == []
+    lines = {Play.turn: 1, Play.cut: 1, Play.retried: 1, Play.compacted: 4, Play.forked: 4, Play.started: 4}
+    assert len(result.trajectory.chains) == lines.get(step, 0)
+
+
+@PATIENT
 @given(plays(), st.sampled_from(DELIVERIES))
 def test_every_chain_passes_the_judge_of_nemo_rl(play: Play, delivery: str) -> None:
     """Not only the one that is delivered: each could be."""
@@ -228,6 +294,47 @@ def test_every_chain_passes_the_judge_of_nemo_rl(play: Play, delivery: str) -> N
         assert contract.violations(row) == []
         trains = result.trajectory.chains[number].trainable_tokens
         assert (row["trainable_tokens"], row["mask_sample"]) == (trains, trains == 0)
+
+
+@PATIENT
+@given(plays(), st.sampled_from(DELIVERIES), st.integers(2, 40))
+def test_a_row_that_must_fit_has_the_first_calls_of_its_chain_each_whole(
+    play: Play, delivery: str, max_tokens: int
+) -> None:
+    result = rollout(play.sealed(), trajectory=TrajectoryConfig(delivery=delivery))
+    row = rows.row(result, {"input": "x"}, model="policy", max_tokens=max_tokens)
+    assert contract.violations(row, max_tokens) == []
+    turns = [turn for turn in (result.trajectory.main.turns if result.trajectory.main else ()) if turn.trained]
+    fitting = [turn for turn in turns if len(turn.prompt_ids) + len(turn.sampled_ids) <= max_tokens]
+    assert fitting == turns[: len(fitting)]
+    assert row["mask_sample"] is (not fitting)
+    assert row["trainable_tokens"] == sum(len(turn.sampled_ids) for turn in fitting)
+    items = [item["generation_token_ids"] for item in contract.trainable_items(row)]
+    assert not fitting or items == [turn.sampled_ids.tolist() for turn in fitting]
+
+
+@PATIENT
+@given(plays(Play.holed))
+def test_what_is_delivered_is_what_the_policy_says(play: Play) -> None:
+    sealed = play.sealed()
+    made = {delivery: build(sealed, TrajectoryConfig(delivery=delivery)) for delivery in DELIVERIES}
+    assume(made["task"].chains)
+    heaviest = made["longest"].main
+    assert heaviest is not None
+    assert heaviest.trainable_tokens == max(chain.trainable_tokens for chain in made["longest"].chains)
+    agent = [record for record in play.records if record.kind is CallKind.AGENT and not record.thread]
+    kept = [record for record in agent if record.call_id not in made["task"].left_out]
+    if kept:
+        task, main = made["task"].main, made["main"].main
+        assert task is not None
+        assert main is not None
+        assert kept[-1].call_id in [turn.call_id for turn in main.turns]
+        begins_with_it = [chain for chain in made["task"].chains if chain.turns[0].call_id == kept[0].call_id]
+        assert not begins_with_it or task in begins_with_it
+    drawn = made["sample"].main
+    assert drawn is not None
+    assert drawn.trainable_tokens > 0
+    assert build(sealed, TrajectoryConfig(delivery="sample")) == made["sample"]
 
 
 @PATIENT
@@ -258,6 +365,29 @@ def test_the_order_in_which_records_were_committed_never_matters(play: Play, ran
     random.shuffle(shuffled)
     config = TrajectoryConfig(delivery=delivery)
     assert build(play.sealed(shuffled), config) == build(play.sealed(), config)
+
+
+async def logged(play: Play, folder: Path) -> SealedLedger:
+    """The session as it happened, in a durable log."""
+    async with SegmentLog(folder) as log:
+        session = Ledger(SESSION, log)
+        for record in play.records:
+            await session.append(record)
+            if record.call_id not in play.undelivered:
+                session.mark_delivered(record.call_id)
+        for call_id in sorted(play.superseded):
+            session.mark_superseded(call_id)
+        return session.seal()
+
+
+@settings(PATIENT, max_examples=40)
+@given(plays(Play.holed), st.sampled_from(DELIVERIES))
+def test_chains_built_of_the_log_are_those_of_the_live_session(play: Play, delivery: str) -> None:
+    config = TrajectoryConfig(delivery=delivery)
+    with TemporaryDirectory() as folder:
+        live = asyncio.run(logged(play, Path(folder)))
+        again = build(rebuild(Path(folder)), config)
+    assert again == build(live, config) == build(play.sealed(), config)
 
 
 @PATIENT
