@@ -210,12 +210,39 @@ async def test_calls_that_may_not_be_parallel_are_held_to_the_grammar_of_their_o
     assert second.prompt_ids == first.prompt_ids + first.sampled_ids + words().encode(TAIL)
 
 
+async def test_tools_the_server_has_no_grammar_for_are_left_to_a_chat_and_counted(model):
+    server, engine = model(fault="grammar")
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    request = replace(carrying_on(ask(), first, "a.py"), parallel_tool_calls=False)
+    _, second = await play(engine, request, sampling=SAMPLING)
+    assert not second.spliced
+    assert (len(server.chats), server.generated) == (2, [])
+    (reason,) = engine.unspliced
+    assert "no grammar for this schema" in reason
+
+
 async def test_without_a_cap_the_model_s_own_holds(model):
     server, engine = model()
     server.cap = 40
     _, first = await play(engine, ask(), sampling=SAMPLING)
     await play(engine, carrying_on(ask(), first, "a.py"), sampling=Sampling(temperature=1.0))
     assert server.generated[0]["sampling_params"]["max_tokens"] == 40
+
+
+async def test_a_server_that_repeats_the_prompt_does_not_double_it(model):
+    server, engine = model(fault="echo")
+    first, second = await twice(engine)
+    assert second.spliced
+    assert second.prompt_ids == first.prompt_ids + first.sampled_ids + words().encode(TAIL)
+    assert server.derendered[-1]["generate_response"]["prompt_token_ids"] == second.prompt_ids.tolist()
+
+
+async def test_a_server_that_sampled_behind_other_ids_is_no_source_of_truth(model):
+    server, engine = model(fault="other_prompt")
+    _, first = await play(engine, ask(), sampling=SAMPLING)
+    with pytest.raises(EngineError, match="behind other ids"):
+        await play(engine, carrying_on(ask(), first, "a.py"), sampling=SAMPLING)
+    assert server.derendered == []
 
 
 # --- the window -------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class TokenServer:
         self.rendered.append(body := await request.json())
         if self.fault == "disabled":
             return _error(403, DISABLED)
+        if self.fault == "grammar" and [tool["function"]["name"] for tool in body.get("tools", ())] == ["bash"]:
+            return _error(400, "no grammar for this schema")
         if self.fault == "busy" and len(self.generated):
             return _error(503, "overloaded")
         ids = _prompt(body)
@@ -106,7 +108,7 @@ class TokenServer:
         self.generated.append(body := await request.json())
         sampled, finish = self._sample(body["sampling_params"]["max_tokens"])
         if not body["stream"]:
-            whole = {"request_id": "g", "choices": [self._choice(sampled, 0, finish)]}
+            whole = {"request_id": "g", "choices": [self._choice(sampled, 0, finish)], **self._behind(body)}
             return web.json_response(whole | {"usage": _usage(body, sampled)})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -115,10 +117,16 @@ class TokenServer:
             if self.fault and at == 2 and not await self._go_on(request, response):
                 return response
             choice = self._choice([token], at, finish if last else None)
-            await response.write(event({"request_id": "g", "choices": [choice]}))
+            told = {} if at else self._behind(body)
+            await response.write(event({"request_id": "g", "choices": [choice], **told}))
         await response.write(event({"request_id": "g", "choices": [], "usage": _usage(body, sampled)}))
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _behind(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The prompt as this server says it was: 0.32 does not say it."""
+        ids = body["token_ids"]
+        return {"echo": {"prompt_token_ids": ids}, "other_prompt": {"prompt_token_ids": ids[1:]}}.get(self.fault, {})
 
     async def _go_on(self, request: web.Request, response: web.StreamResponse) -> bool:
         """What goes wrong two tokens in. False: the answer ends here."""

@@ -25,7 +25,7 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import PROBE, Replicas, ServerFailed, agreed, root, whole, with_v1
+from polar_env.engine.replicas import PROBE, Replicas, ServerFailed, addresses, agreed, whole
 from polar_env.engine.splice import shows_image
 from polar_env.engine.vllm_wire import Assembly, chat_body, prompt_body
 from polar_env.errors import EngineError, EngineRefused
@@ -44,12 +44,9 @@ class NemoRlEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises EngineError when no worker is configured."""
-        if not config.base_urls:
-            raise EngineError(
-                "engine.base_urls is empty; give the workers' URLs, which NeMo-RL passes to Gym as policy_base_url"
-            )
+        wanted = "the workers' URLs, which NeMo-RL passes to Gym as policy_base_url"
         self._config = config
-        self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
+        self._replicas = Replicas(config, addresses(config, wanted))
         self._model = config.model
 
     async def check(self) -> EngineFacts:
@@ -139,10 +136,7 @@ class NemoRlEngine:
         body = prompt_body(request, self._config.model) | {"add_generation_prompt": True}
         if not self._config.model:
             del body["model"]
-        found = await self._replicas.ask("POST", f"{root(base)}/tokenize", body)
-        if not isinstance(found.get("count"), int):
-            raise EngineError(f"{base}: /tokenize answered without a count; is it a NeMo-RL worker?")
-        return found
+        return await self._replicas.tokenized(base, body)
 
     # --- the start-up proof ------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from polar_env.types import ModelRequest, WireApi
 PROBE = ModelRequest(WireApi.CHAT, "", (ChatMessage(role="user", content="Say hello."),))
 """What every engine's start-up proof asks."""
 
+_LOOK = "look at the engine's log"
+
 _DOWN_FOR = 30.0
 """Seconds a replica that refused a connection is tried last; its sessions return when it is back."""
 
@@ -155,6 +157,13 @@ class Replicas:
             raise EngineError(f"{url} did not answer with an object; is it a model server?")
         return cast("dict[str, Any]", answer)
 
+    async def tokenized(self, base: str, body: Mapping[str, Any], remedy: str = _LOOK) -> dict[str, Any]:
+        """``POST /tokenize``, which renders messages and tools as a generation would. Raises EngineError: no count."""
+        told = await self.ask("POST", f"{root(base)}/tokenize", body)
+        if not isinstance(told.get("count"), int):
+            raise EngineError(f"{base}: /tokenize answered without a count ({error_text(told)[:200]}); {remedy}")
+        return told
+
     async def served_model(self) -> str:
         """The configured model, else the one the first replica serves; asked once."""
         if not self.model:
@@ -188,6 +197,16 @@ def agreed(found: Sequence[EngineFacts]) -> EngineFacts:
     if len({(facts.model, facts.max_model_len) for facts in found}) > 1:
         raise EngineError(f"the replicas serve different models: {[facts.model for facts in found]}")
     return replace(found[0], notes=tuple(dict.fromkeys(note for facts in found for note in facts.notes)))
+
+
+def addresses(config: EngineConfig, wanted: str, base: Callable[[str], str] | None = None) -> tuple[str, ...]:
+    """The bases of the configured servers, each with its ``/v1`` or as ``base`` has it.
+
+    Raises EngineError when none is configured; ``wanted`` says what to give.
+    """
+    if not config.base_urls:
+        raise EngineError(f"engine.base_urls is empty; give {wanted}")
+    return tuple((base or with_v1)(url) for url in config.base_urls)
 
 
 def with_v1(url: str) -> str:
@@ -246,7 +265,6 @@ _OVERFLOW = re.compile(
 _REQUESTS_FAULT = (400, 413, 415, 422)
 """Statuses by which a server says that it is well and the request is not."""
 
-_LOOK = "look at the engine's log"
 _REMEDIES = {401: "set engine.api_key", 403: "set engine.api_key", 404: "check engine.model and engine.base_urls"}
 
 

@@ -24,9 +24,9 @@ from typing import Any, cast
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session, tokenizer
-from polar_env.engine.replicas import PROBE, Replicas, agreed, root, whole, with_v1
+from polar_env.engine.replicas import PROBE, Replicas, addresses, agreed, whole
 from polar_env.engine.splice import Splicer, Unspliceable, prove
-from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
+from polar_env.engine.vllm_wire import Assembly, chat_body, prompt_body
 from polar_env.errors import EngineError, EngineRefused
 from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
@@ -44,10 +44,8 @@ class SglangEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises EngineError when no server is configured."""
-        if not config.base_urls:
-            raise EngineError("engine.base_urls is empty; give the SGLang server, such as http://host:30000/v1")
         self._config = config
-        self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
+        self._replicas = Replicas(config, addresses(config, "the SGLang server, such as http://host:30000/v1"))
         self._splicer: Splicer | None = None
         self._take_ids: set[str] = set()
         """Replicas that were proved to take ``input_ids``."""
@@ -73,11 +71,7 @@ class SglangEngine:
         if self._config.tokenizer is not None:
             return len(await self._render(request.messages, request.tools))
         body = prompt_body(request, await self._replicas.served_model())
-        answer = await self._replicas.ask("POST", root(self._replicas.bases[0]) + "/tokenize", body)
-        count = answer.get("count")
-        if not isinstance(count, int):
-            raise EngineError(f"/tokenize answered without a count ({error_text(answer)[:200]}); set engine.tokenizer")
-        return count
+        return int((await self._replicas.tokenized(self._replicas.bases[0], body, "set engine.tokenizer"))["count"])
 
     async def aclose(self) -> None:
         """Close every connection; generations still open end with EngineError."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import PROBE, Accepted, Replicas, chunks
+from polar_env.engine.replicas import PROBE, Accepted, Replicas, addresses, chunks
 from polar_env.engine.vllm_wire import Assembly, chat_body
 from polar_env.errors import EngineError, EngineRefused
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling
@@ -38,10 +38,8 @@ class TextEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises EngineError when no API is configured."""
-        if not config.base_urls:
-            raise EngineError("engine.base_urls is empty; give the API's base, such as https://host/v1")
         self._config = config
-        self._replicas = Replicas(config, tuple(_base(url) for url in config.base_urls))
+        self._replicas = Replicas(config, addresses(config, "the API's base, such as https://host/v1", _base))
         self._cap = "max_tokens"
         """The API's name for the most tokens it may sample."""
 

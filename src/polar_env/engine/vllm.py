@@ -11,6 +11,7 @@ prompt is that call's exact ids and a rendering of what is new, so no token of t
 """
 
 import contextlib
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -21,13 +22,15 @@ import aiohttp
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import EngineFacts, Session
-from polar_env.engine.replicas import PROBE, Accepted, Replicas, agreed, chunks, parsed, root, with_v1
+from polar_env.engine.replicas import PROBE, Accepted, Replicas, addresses, agreed, chunks, parsed, root
 from polar_env.engine.splice import Unspliceable
 from polar_env.engine.vllm_splice import GENERATE, Plan, TokenRoute
-from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, prompt_body
+from polar_env.engine.vllm_wire import Assembly, chat_body, prompt_body
 from polar_env.errors import EngineError
 from polar_env.messages import ChatMessage
 from polar_env.types import Continuation, Delta, EngineReply, ModelRequest, Sampling, StopReason
+
+_NO_IDS = array("i")
 
 _NEVER_SET = "default"
 """vLLM's weight version until somebody sets one (vllm/v1/engine/core.py)."""
@@ -38,10 +41,8 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises EngineError when no server is configured."""
-        if not config.base_urls:
-            raise EngineError("engine.base_urls is empty; give the vLLM server, such as http://host:8000/v1")
         self._config = config
-        self._replicas = Replicas(config, tuple(with_v1(url) for url in config.base_urls))
+        self._replicas = Replicas(config, addresses(config, "the vLLM server, such as http://host:8000/v1"))
         self._no_weight_info: set[str] = set()
         self._fingerprints: dict[str, str] = {}
         self._tokens = TokenRoute(self._replicas, config.stream)
@@ -66,13 +67,9 @@ class VllmEngine:
                 yield part
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Prompt length by ``POST /tokenize``, which renders messages and tools as a generation would."""
+        """Prompt length by ``POST /tokenize`` of the first replica."""
         body = prompt_body(request, await self._replicas.served_model()) | {"add_generation_prompt": True}
-        answer = await self._replicas.ask("POST", root(self._replicas.bases[0]) + "/tokenize", body)
-        count = answer.get("count")
-        if not isinstance(count, int):
-            raise EngineError(f"/tokenize answered without a count: {error_text(answer)[:200]}")
-        return count
+        return int((await self._replicas.tokenized(self._replicas.bases[0], body))["count"])
 
     async def aclose(self) -> None:
         """Close every connection; generations still open end with EngineError."""
@@ -113,7 +110,7 @@ class VllmEngine:
     async def _sample_behind(self, plan: Plan) -> AsyncGenerator[Delta | EngineReply, None]:
         """As ``_sample``, behind exact ids; the turn is shown when it is done."""
         server = root(plan.base)
-        answer = Assembly(prompt_ids=plan.ids, fingerprint=self._fingerprints.get(server, ""))
+        answer = Assembly(fingerprint=self._fingerprints.get(server, ""))
         async with (
             self._replicas.open((server,), GENERATE, plan.body, before=self._weight_version) as at,
             contextlib.aclosing(chunks(at.response)) as parts,
@@ -122,12 +119,14 @@ class VllmEngine:
                 answer.feed(chunk)
         if not answer.finished:
             raise EngineError(f"{at.base} ended its answer without a finish reason; look at the engine's log")
+        if answer.prompt_ids not in (_NO_IDS, plan.ids):
+            raise EngineError(f"{at.base} says that it sampled behind other ids than it was given")
         for delta in answer.feed(await self._tokens.said(plan, answer)):
             yield delta
         if answer.fingerprint and answer.versions == [_NEVER_SET]:
             answer.versions.clear()  # 0.32 outside dev mode says so here and not of a chat: one name for one model
         version, told = await self._policy_version(at, plan.asked["model"], answer)
-        yield replace(answer.reply(version), versioned=told, spliced=True)
+        yield replace(answer.reply(version), prompt_ids=plan.ids, versioned=told, spliced=True)
 
     async def _policy_version(self, at: Accepted, model: str, answer: Assembly) -> tuple[str, bool]:
         """(version, whether it says which weights sampled). See the module's docstring."""

@@ -83,6 +83,11 @@ class _Rendering:
             raise EngineError(f"{at.base} rendered no token_ids and sampling_params; is it vLLM 0.32 or newer?")
         return array("i", cast("list[int]", ids))
 
+    async def again(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> None:
+        """Once more, by the server that answered: what it resolves is for the ids it rendered."""
+        self._order = (self.base,)
+        await self(messages, tools)
+
 
 async def _object(at: Accepted) -> dict[str, Any]:
     async with contextlib.aclosing(chunks(at.response)) as parts:
@@ -130,10 +135,18 @@ class TokenRoute:
         if room < 1:
             raise EngineOverflow(_OVERFLOW.format(window=room + len(ids), prompt=len(ids)))
         if rendering.answer["sampling_params"].get("structured_outputs"):
-            await rendering(_NOBODY.messages, request.tools)  # a grammar, and so far of the stand-in's tool
+            await self._grammar(rendering, request.tools)
         asked = chat_body(replace(request, messages=_NOBODY.messages), sampling, session.session_id, model, False)
         body = generate_body(rendering.answer, ids, room, self._stream)
         return Plan(rendering.base, ids, body, asked | {"return_token_ids": False})
+
+    async def _grammar(self, rendering: _Rendering, tools: Sequence[ToolSpec]) -> None:
+        """The grammar was of the stand-in's tool; now of the request's own, from the same replica. Raises
+        Unspliceable: a chat may get on without it, or says in the server's words why it cannot."""
+        try:
+            await rendering.again(_NOBODY.messages, tools)
+        except EngineError as error:
+            raise Unspliceable(f"the grammar of the tools cannot be rendered: {error}") from error
 
     def _at(self, base: str) -> Proved:
         found = self._proved.get(base)
