@@ -10,7 +10,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -76,6 +76,12 @@ git write-tree > "$GIT_DIR/polar-baseline"
 git repack -adq
 rm -rf "$GIT_DIR/hooks"
 """
+_HIDE = r"""
+for path do
+    rm -rf -- "$path"
+    if [ -e "$path" ]; then echo "$path is not for the agent and cannot be removed" >&2; exit 9; fi
+done
+"""
 _EXTRACT = r"""
 rm -rf "$GIT_DIR"
 set -e
@@ -134,14 +140,16 @@ def _tar(folder: Path) -> bytes:
     return held.getvalue()
 
 
-async def snapshot(sandbox: Sandbox, workdir: str = WORKDIR) -> bytes:
+async def snapshot(sandbox: Sandbox, workdir: str = WORKDIR, hide: Iterable[str] = ()) -> bytes:
     """The baseline of a repository that only the image holds, at ``workdir``: call it before the agent starts.
 
+    ``hide`` are paths that the agent may not see. They are removed first, so that none of it is in a patch.
+
     Raises:
-        SandboxError: git is missing in the image, or failed.
+        SandboxError: git is missing in the image, or failed, or a path cannot be removed.
     """
-    script = f'{_SNAPSHOT}tar -C "$GIT_DIR" -cf - .\nrm -rf "$GIT_DIR"'
-    return (await _run(sandbox, script, env=_FILES, at=workdir, limit=1 << 31)).stdout
+    script = f'{_HIDE}{_SNAPSHOT}tar -C "$GIT_DIR" -cf - .\nrm -rf "$GIT_DIR"'
+    return (await _run(sandbox, script, *hide, env=_FILES, at=workdir, limit=1 << 31)).stdout
 
 
 async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None = None) -> bytes:

@@ -26,7 +26,7 @@ class Task:
     instruction: str
     row: Mapping[str, Any]
     source: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """How to make the repository and environment: ``{"kind": "sdist"|"git"|"embedded"|"image"|"sif", ...}``."""
+    """How to make the repository and environment: ``{"kind": "sdist"|"git"|"files"|"image"|..., ...}``."""
     grader: str = "swebench"
     """Who grades it: a name of ``grade.GRADERS``, or ``module:Class``."""
 
@@ -68,3 +68,8 @@ class Prepared:
     def by_snapshot(self) -> bool:
         """The change is read in an image's work tree, which is noted before the agent starts."""
         return self.repo is None and not self.whole
+
+    @property
+    def hide(self) -> tuple[str, ...]:
+        """Paths of an image that an agent may not see (tests, expected results): removed before it starts."""
+        return tuple(self.task.source.get("hide", ()))

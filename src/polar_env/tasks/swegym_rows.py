@@ -127,6 +127,8 @@ def eval_script(row: Mapping[str, Any]) -> str:
             "git status",
             "git show",
             f"git diff {base}",
+            "source /opt/miniconda3/bin/activate",
+            "conda activate testbed",
             _INSTALL[repo](_version(str(row["version"]))) if repo in _INSTALL else ":",
             f"git checkout {base} {changed}",
             f"git apply -v - <<'{_WORD}'\n{patch}\n{_WORD}",
