@@ -98,13 +98,45 @@ async def test_abort_and_version_are_orders_of_their_own():
         assert (await it.order("state"))["resampled"] == 1
 
 
-@pytest.mark.parametrize("secret", ["", "wrong", SECRET[:-1], SECRET + "x", "\xe9"])
+SAID = {"version": {"version": "step-9"}, "cancel": {"group": "7"}}
+
+
+@pytest.mark.parametrize("secret", ["wrong", SECRET[:-1], SECRET + "x", "\xe9"])
 async def test_a_wrong_secret_moves_nothing(secret: str):
     async with door() as it:
         for order in ORDERS:
-            assert "answered 401: wrong secret" in await it.refused(order, secret, version="step-9")
+            assert "answered 401: wrong secret" in await it.refused(order, secret, **SAID.get(order, {}))
         assert it.fence.state.paused is False
         assert it.fence.state.version == ""
+
+
+async def test_an_order_without_a_secret_is_told_where_to_put_it():
+    async with door() as it:
+        told = await it.refused("pause", "")
+        assert "401: no secret came with the order: set POLAR_CONTROL_SECRET" in told
+        assert not it.fence.closed
+
+
+@pytest.mark.parametrize(
+    ("order", "said", "words"),
+    [
+        ("pause", {"version": "step-3"}, "pause takes no version ('step-3'): it takes only mode"),
+        ("state", {"mode": "wait"}, "state takes no mode ('wait'): it takes nothing else"),
+        ("abort", {"task": "x"}, "abort takes no task"),
+        ("version", {}, "needs the name of the weights"),
+        ("cancel", {}, "needs a task, a group or a session"),
+    ],
+)
+def test_what_an_order_does_not_take_is_not_sent(order: str, said: dict[str, str], words: str):
+    with pytest.raises(ConfigError) as refused:
+        send("http://127.0.0.1:9", SECRET, order, **said)
+    assert words in str(refused.value)
+
+
+async def test_a_proxy_alone_has_no_rollouts_to_cancel():
+    async with door() as it:
+        assert "404: no order POST /control/cancel" in await it.refused("cancel", group="7")
+        assert "404: no order GET /control/rollouts" in await it.refused("rollouts")
 
 
 async def test_a_session_s_key_is_no_secret_and_the_secret_is_no_key():

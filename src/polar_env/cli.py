@@ -97,11 +97,14 @@ def _standalone(commands: Any) -> None:
         "--repo", type=values.folder_in, help="with --prompt: the folder it works on, shown copy-on-write"
     )
     _line_options(tried)
-    orders = _command(commands, "control", _control, "hold, stop or date the generations of a polar process")
+    orders = _command(commands, "control", _control, "orders to a polar process: hold, stop, date, list, cancel")
     orders.add_argument("order", choices=ORDERS)
     orders.add_argument("name", nargs="?", metavar="VERSION", help="of the weights: for version, and for resume")
     orders.add_argument("--url", required=True, help="its control door; the secret is in POLAR_CONTROL_SECRET")
     orders.add_argument("--mode", help="of pause: wait (default), abort or keep what runs")
+    orders.add_argument("--task", help="of cancel: rollouts of this task id")
+    orders.add_argument("--group", help="of cancel: of this group, by its _ng_task_index")
+    orders.add_argument("--session", help="of cancel: the one with this session id")
     orders.add_argument(
         "--timeout", type=values.seconds, help="seconds to wait for an answer (default: as long as it takes)"
     )
@@ -235,7 +238,8 @@ def _control(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"polar control {arguments.order} takes no VERSION; {arguments.name!r} would be ignored")
     if arguments.mode is not None and arguments.order != "pause":
         raise ConfigError(f"--mode is of polar control pause; {arguments.order} has none")
-    fields = {"mode": arguments.mode, "version": arguments.name}
+    fields = {name: getattr(arguments, name) for name in ("mode", "task", "group", "session")}
+    fields["version"] = arguments.name
     if not (secret := environment("POLAR_CONTROL_SECRET")):
         raise ConfigError("POLAR_CONTROL_SECRET is not set: give the secret of the door, as its process has it")
     print(json.dumps(send(arguments.url, secret, arguments.order, timeout=arguments.timeout, **fields)))

@@ -222,6 +222,23 @@ class WorkersConfig(Group):
     """Seconds between two looks at the cluster for nodes that joined."""
 
 
+class StragglersConfig(Group):
+    """conf/stragglers: when the last rollouts of a group have had their time. Off unless ``after_fraction`` is set."""
+
+    after_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of a group that must have finished; ``None``: never."""
+    patience: Pause = 1.5
+    """What the rest then gets, as a multiple of the finished siblings' median agent seconds ..."""
+    min_seconds: Pause = 60.0
+    """... and at least this. Waiting for a slot, starting and grading are not in it, nor is time at the fence."""
+    group_size: Count | None = None
+    """Rollouts of a group (NeMo-RL's ``num_generations_per_prompt``); ``None``: as many as were posted so far."""
+    then: Literal["mask", "grade"] = "mask"
+    """What ends them. ``mask``: they do not train. That loses the tail of long rollouts, and says nothing false.
+    ``grade``: what stands is graded and trained (outcome group_timeout), so a reward that hangs on how fast siblings
+    were, and on the machine's load: right only where being slow is to cost something. Neither is unbiased; off is."""
+
+
 class PolarConfig(Group):
     """The whole configuration; conf/ groups mirror its fields one to one."""
 
@@ -234,6 +251,7 @@ class PolarConfig(Group):
     reward: RewardConfig = RewardConfig()
     store: StoreConfig = StoreConfig()
     workers: WorkersConfig = WorkersConfig()
+    stragglers: StragglersConfig = StragglersConfig()
     data: str = ""
     """Task rows: a parquet or JSONL path or folder, ``hub:<dataset name>``, ``embedded``, or empty (see tasks.rows)."""
     concurrency: Count = 8
@@ -342,6 +360,21 @@ def child_environment(*prefixes: str) -> dict[str, str]:
     )
     also = ("http_proxy", "https_proxy", "no_proxy", "NO_PROXY")
     return {k: v for k, v in os.environ.items() if k in keep or k in also or k.startswith(wanted)}
+
+
+@contextmanager
+def exported(**values: str) -> Generator[None]:
+    """``export`` of each, until the end of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def export(name: str, value: str) -> None:

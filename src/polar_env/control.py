@@ -14,11 +14,24 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any, cast
 
 from polar_env.errors import ConfigError
 
-ORDERS = ("state", "pause", "resume", "abort", "version")
+ORDERS = ("state", "pause", "resume", "abort", "version", "rollouts", "cancel")
+"""What a door answers. The last two are of the `polar` server only: what is under way, and ending some of it."""
+
+ASKED = {"state": "", "rollouts": "/rollouts"}
+"""Orders that only ask, and their place below ``/control``."""
+
+FIELDS = {
+    "pause": ("mode",),
+    "resume": ("version",),
+    "version": ("version",),
+    "cancel": ("task", "group", "session"),
+}
+"""What may be said with an order."""
 
 
 def send(url: str, secret: str, order: str, *, timeout: float | None = None, **fields: str | None) -> dict[str, Any]:
@@ -27,16 +40,20 @@ def send(url: str, secret: str, order: str, *, timeout: float | None = None, **f
     Args:
         url: ``http://host:port`` of the control door.
         secret: the door's own.
-        order: one of ``ORDERS``. ``state`` only asks.
+        order: one of ``ORDERS``.
         timeout: seconds of silence after which the caller gives up; an order that was given stays given. ``None``:
             wait, as ``pause`` may for as long as a generation takes.
-        fields: ``mode`` of ``pause`` (wait, abort, keep), ``version`` of ``resume`` and ``version``.
+        fields: ``mode`` of ``pause`` (wait, abort, keep), ``version`` of ``resume`` and ``version``; of ``cancel``
+            ``task``, ``group`` (its ``_ng_task_index``) and ``session``: it ends the rollouts that all those given fit.
 
     Raises:
-        ConfigError: the door cannot be reached, or refuses (a wrong secret, an unknown mode); its words say which.
+        ConfigError: the order takes no such field, the door cannot be reached, or refuses (a wrong secret, an unknown
+            mode); its words say which.
     """
-    where = f"{url.rstrip('/')}/control" + ("" if order == "state" else f"/{order}")
-    body = None if order == "state" else json.dumps({k: v for k, v in fields.items() if v is not None}).encode()
+    said = {name: value for name, value in fields.items() if value is not None}
+    _check(order, said)
+    where = f"{url.rstrip('/')}/control{ASKED.get(order, f'/{order}')}"
+    body = None if order in ASKED else json.dumps(said).encode()
     if not where.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no address of a control door; write http://host:port")
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
@@ -51,6 +68,19 @@ def send(url: str, secret: str, order: str, *, timeout: float | None = None, **f
         raise ConfigError(
             f"{where} cannot be reached ({error}); is polar running, with its control door open?"
         ) from error
+
+
+def _check(order: str, said: Mapping[str, str]) -> None:
+    """Raises ConfigError for what was said with an order that it does not take, or is missing."""
+    takes = FIELDS.get(order, ())
+    for name, value in said.items():
+        if name not in takes:
+            takes_only = f"takes only {', '.join(takes)}" if takes else "takes nothing else"
+            raise ConfigError(f"{order} takes no {name} ({value!r}): it {takes_only}")
+    if order == "version" and "version" not in said:
+        raise ConfigError("version needs the name of the weights, such as step-12")
+    if order == "cancel" and not said:
+        raise ConfigError("cancel needs a task, a group or a session: `rollouts` lists them")
 
 
 def _told(raw: bytes) -> str:

@@ -5,11 +5,10 @@ agent, the calls captured so far are sealed, the patch is read, and nothing is l
 """
 
 import asyncio
-import pkgutil
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,23 +16,24 @@ from typing import cast
 
 from polar_env import bundle
 from polar_env import engine as engine_room
-from polar_env import harness as harness_room
 from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import HarnessConfig, PolarConfig
-from polar_env.engine import Engine, EngineFacts
-from polar_env.errors import CaptureError, ConfigError, GradeError, HarnessError, PolarError, SandboxError
+from polar_env.engine import EngineFacts
+from polar_env.errors import CaptureError, GradeError, HarnessError, PolarError, SandboxError, StalePolicy
 from polar_env.grade import grading
 from polar_env.grade import patch as patches
+from polar_env.grade.prewarm import Prewarm
 from polar_env.harness import HOME, MODEL_PORT, Harness, Job, Launch, Mount
+from polar_env.named import make_engine, make_harness
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.reward import decide
 from polar_env.sandbox import Box
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
-from polar_env.tasks import WORKDIR, Prepared, Task
+from polar_env.tasks import Prepared, Task
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
-from polar_env.types import INFRASTRUCTURE, HarnessExit, Outcome, RolloutResult, Sampling, SealedLedger
+from polar_env.types import INFRASTRUCTURE, CallRecord, HarnessExit, Outcome, RolloutResult, Sampling, SealedLedger
 from polar_env.verdict import Verdict
 
 HELD_AT_MOST = 86_400.0
@@ -58,12 +58,15 @@ class RolloutJob:
 class _Ending:
     """What is known of a rollout so far; filled in as phases end, read once at the end."""
 
+    warm: Prewarm
     exit: HarnessExit | None = None
     patch: bytes = b""
     prepared: Prepared | None = None
     sandbox: Sandbox | None = None
     baseline: bytes | None = None
     error: PolarError | None = None
+    verdict: Verdict | None = None
+    stale: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def phase(self, name: str) -> "_Phase":
@@ -109,59 +112,43 @@ async def _budget(seconds: float, error: type[PolarError], doing: str) -> AsyncG
         ) from spent
 
 
-def make_harness(config: HarnessConfig) -> Harness:
-    """The preset named by the configuration. Raises ConfigError: no such preset, or not with these settings."""
-    return harness_class(config.name)(config)
-
-
-def harness_class(name: str) -> Callable[[HarnessConfig], Harness]:
-    """The class behind a harness name. Raises ConfigError with the known names."""
-    path = harness_room.HARNESSES.get(name, name)
-    if ":" not in path:
-        raise ConfigError(f"unknown harness {name!r}; known: {', '.join(harness_room.HARNESSES)}, or module:Class")
-    try:
-        found = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"harness {name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"harness {name!r} names no class; write module:Class")
-    return cast("Callable[[HarnessConfig], Harness]", found)
-
-
-def harness_named(config: HarnessConfig, name: str) -> HarnessConfig:
-    """``config`` for a harness of that name: its version, command and arguments are the configured harness's own."""
-    other = {"name": name, "version": "", "command": (), "extra_args": ()}
-    return config if name == config.name else config.model_copy(update=other)
-
-
-def make_engine(config: PolarConfig) -> Engine:
-    """The engine named by the configuration."""
-    return cast("Engine", pkgutil.resolve_name(engine_room.ENGINES[config.engine.kind])(config.engine))
-
-
-async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> RolloutResult:
+async def rollout(
+    job: RolloutJob, proxy: ProxyServer, config: PolarConfig, opened: Callable[[Session], None] = lambda _: None
+) -> RolloutResult:
     """Run one rollout to its end. Never raises for what a rollout can meet: the outcome says it.
+
+    ``opened`` is given its session, to ``stop`` it from outside.
 
     Raises:
         ConfigError: the harness cannot be made; nothing was started.
         CaptureError: the session's log cannot be opened; nothing was started.
         asyncio.CancelledError: when the caller cancels; everything is torn down first.
     """
+    async with Prewarm(config.sandbox) as warm:
+        return await _rollout(job, proxy, config, opened, _Ending(warm))
+
+
+async def _rollout(
+    job: RolloutJob, proxy: ProxyServer, config: PolarConfig, opened: Callable[[Session], None], ending: _Ending
+) -> RolloutResult:
     harness = make_harness(job.harness)
     name = re.sub(r"[^\w.-]", "_", job.task.task_id)  # it names a folder
     session_id = f"{name}.{job.index}.{uuid.uuid4().hex[:12]}"
-    ending = _Ending()
     async with SegmentLog(session_dir(config, session_id), messages=config.store.messages) as log:
         session = _open_session(job, harness, proxy, config, Ledger(session_id, log))
         try:
+            opened(session)
             await _live(job, harness, session, proxy, config, ending)
         finally:
             sealed = await asyncio.shield(session.close())
     if session.hold.seconds:
         ending.seconds["held"] = session.hold.seconds
     outcome, detail = _outcome(ending, session, sealed, harness)
-    ungraded = outcome in INFRASTRUCTURE or job.prepared is not None
-    verdict = None if ungraded else await _grade(ending, config)
+    failed = outcome in INFRASTRUCTURE
+    _judge_age(ending, sealed, proxy, config, failed)
+    ungraded = failed or job.prepared is not None or isinstance(ending.error, StalePolicy)
+    verdict = None if ungraded else ending.verdict or await _grade(ending, config)
+    _judge_age(ending, sealed, proxy, config, failed)  # grading takes minutes: weights may have changed again
     if ending.error is not None:  # also one that came with the grading
         outcome, detail = ending.error.outcome, str(ending.error)
     decision = decide(outcome, verdict, sealed.complete, config.reward)
@@ -177,11 +164,29 @@ async def rollout(job: RolloutJob, proxy: ProxyServer, config: PolarConfig) -> R
         patch=ending.patch,
         exit=ending.exit,
         seconds=ending.seconds,
+        ages={name: proxy.fence.versions.age(name) for name in _versions(sealed.records)},
+        stale=ending.stale,
     )
     if outcome is not Outcome.COMPLETED:
         with suppress(CaptureError):  # a full disk must not cost the result as well
             await asyncio.to_thread(bundle.keep, session_dir(config, session_id), result, session.key)
     return result
+
+
+def _judge_age(ending: _Ending, sealed: SealedLedger, proxy: ProxyServer, config: PolarConfig, failed: bool) -> None:
+    """Note whether what may train is older than ``engine.max_policy_age`` by now; then it is masked, unless it is only
+    to be reported. A rollout that ``failed`` keeps its own reason."""
+    kept = sealed.delivered - sealed.superseded
+    trained = (r for r in sealed.records if r.kind in config.trajectory.trained_kinds and r.call_id in kept)
+    stale = proxy.fence.stale(_versions(trained))
+    ending.stale = str(stale or "")
+    if stale is not None and not failed and config.engine.stale_rollouts != "report":
+        ending.error = stale
+
+
+def _versions(records: Iterable[CallRecord]) -> list[str]:
+    """The policy versions that sampled, each by itself, in order."""
+    return list(dict.fromkeys(name for record in records for name in record.policy_version.split("+")))
 
 
 def session_dir(config: PolarConfig, session_id: str) -> Path:
@@ -219,24 +224,23 @@ async def _live(
         with ending.phase("start"):
             async with _budget(config.budget.start, SandboxError, "starting the rollout"):
                 ending.sandbox = await _start(job, harness, proxy, config, ending, stack)
-        sandbox = ending.sandbox
-        if sandbox is None:
+        sandbox, prepared = ending.sandbox, ending.prepared
+        if sandbox is None or prepared is None:
             return
+        if job.prepared is None:
+            ending.warm.begin(prepared)
         try:
             with ending.phase("agent"):
-                ending.exit = await _play(job, harness, session, sandbox, config)
+                ending.exit = await _play(job, harness, session, sandbox, config, prepared)
         finally:
             with ending.phase("finalise"):
                 await _finalise(session, sandbox, config, ending)
+        if job.prepared is None and grading.grades_left(prepared) and not isinstance(ending.error, SandboxError):
+            ending.verdict = await _grade(ending, config, sandbox)
 
 
 async def _start(
-    job: RolloutJob,
-    harness: Harness,
-    proxy: ProxyServer,
-    config: PolarConfig,
-    ending: _Ending,
-    stack: AsyncExitStack,
+    job: RolloutJob, harness: Harness, proxy: ProxyServer, config: PolarConfig, ending: _Ending, stack: AsyncExitStack
 ) -> Sandbox:
     """CLI installed, task prepared, sandbox up, and the model reachable from inside it and from nowhere else."""
     store = config.store.cache.expanduser()
@@ -244,10 +248,8 @@ async def _start(
     mounts = await _install(harness, store)
     ending.prepared = job.prepared or await prepare(job.task, store, sandbox=config.sandbox)
     sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
-    if (
-        ending.prepared.repo is None
-    ):  # the image holds the repository: what it looks like now is what a patch is against
-        ending.baseline = await patches.snapshot(sandbox)
+    if ending.prepared.by_snapshot:  # in the image: what it looks like now is what a patch is against
+        ending.baseline = await patches.snapshot(sandbox, ending.prepared.workdir, ending.prepared.hide)
     await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT)))
     return sandbox
 
@@ -268,17 +270,18 @@ def _box(prepared: Prepared, mounts: tuple[Mount, ...], config: PolarConfig) -> 
 
 
 async def _play(
-    job: RolloutJob, harness: Harness, session: Session, sandbox: Sandbox, config: PolarConfig
+    job: RolloutJob, harness: Harness, session: Session, sandbox: Sandbox, config: PolarConfig, prepared: Prepared
 ) -> HarnessExit:
     """Run the harness until it exits, its budget is spent, or the session ended under it."""
-    launch = harness.launch(_job(job, session, config))
+    launch = harness.launch(_job(job, session, config, prepared))
+    budget = min(config.budget.agent, prepared.patience)
     for path, data in launch.files.items():
         await sandbox.write(path, data)
     started, spent = time.monotonic(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(_kill_when_ended(session, sandbox))
-        deadline = group.create_task(_kill_when_spent(session, sandbox, config.budget.agent, spent))
-        result = await _exec(launch, sandbox, config.budget.agent + HELD_AT_MOST)
+        deadline = group.create_task(_kill_when_spent(session, sandbox, budget, spent))
+        result = await _exec(launch, sandbox, budget + HELD_AT_MOST)
         watching.cancel()
         deadline.cancel()
     timed_out = result.timed_out or (spent.is_set() and result.code != 0)
@@ -287,13 +290,13 @@ async def _play(
     return replace(result, code=None if stopped else result.code, timed_out=timed_out, seconds=seconds)
 
 
-def _job(job: RolloutJob, session: Session, config: PolarConfig) -> Job:
+def _job(job: RolloutJob, session: Session, config: PolarConfig, prepared: Prepared) -> Job:
     return Job(
         instruction=job.task.instruction,
         model=job.model,
         base_url=f"http://127.0.0.1:{MODEL_PORT}",
         key=session.key,
-        workdir=WORKDIR,
+        workdir=prepared.workdir,
         context_window=job.harness.context_window,
         max_output_tokens=job.sampling.max_tokens or config.proxy.max_output_tokens,
         max_turns=job.harness.max_turns,
@@ -301,7 +304,7 @@ def _job(job: RolloutJob, session: Session, config: PolarConfig) -> Job:
 
 
 async def _exec(launch: Launch, sandbox: Sandbox, timeout: float) -> HarnessExit:  # noqa: ASYNC109 - enforced by the sandbox
-    result = await sandbox.exec(launch.argv, env=launch.env, cwd=WORKDIR, stdin=launch.stdin, timeout=timeout)
+    result = await sandbox.exec(launch.argv, env=launch.env, stdin=launch.stdin, timeout=timeout)
     return HarnessExit(
         code=result.code,
         stdout=result.stdout.decode("utf-8", "replace"),
@@ -334,7 +337,7 @@ async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, end
     async with _budget(config.budget.finalise, SandboxError, "finalising the rollout"):
         await sandbox.kill()
         await session.close()
-        if ending.prepared is not None:
+        if ending.prepared is not None and (ending.prepared.repo is not None or ending.baseline is not None):
             ending.patch = await patches.extract(sandbox, ending.prepared, ending.baseline)
 
 
@@ -367,14 +370,14 @@ def _tail(exit: HarnessExit, size: int = 400) -> str:
     return f"exit {exit.code}: …{text[-size:]}" if text else f"exit {exit.code}, nothing printed"
 
 
-async def _grade(ending: _Ending, config: PolarConfig) -> Verdict | None:
-    """Grade the patch in a fresh sandbox, inside the grade budget. A grader's failure is kept, never a verdict."""
-    prepared = ending.prepared
+async def _grade(ending: _Ending, config: PolarConfig, left: Sandbox | None = None) -> Verdict | None:
+    """Grade the patch, or what is ``left``, inside the grade budget. A grader's failure is kept, never a verdict."""
+    prepared, budget = ending.prepared, config.budget
     if prepared is None:
         return None
     with ending.phase("grade"):
-        async with _budget(config.budget.grade + config.budget.finalise, GradeError, "grading"):
-            return await grading.grade(prepared, ending.patch, sandbox=config.sandbox, timeout=config.budget.grade)
+        async with _budget(budget.grade + budget.finalise, GradeError, "grading"):
+            return await grading.grade(prepared, ending.patch, left, sandbox=config.sandbox, timeout=budget.grade)
     return None
 
 
@@ -385,7 +388,7 @@ async def open_proxy(config: PolarConfig) -> AsyncGenerator[ProxyServer]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.aclose)
         await engine.check()
-        yield await stack.enter_async_context(ProxyServer(engine, config.proxy))
+        yield await stack.enter_async_context(ProxyServer(engine, config.proxy, updates=config.engine))
 
 
 async def check(config: PolarConfig) -> EngineFacts:

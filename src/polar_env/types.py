@@ -63,7 +63,7 @@ class Outcome(StrEnum):
     STRAGGLER = "straggler"
     """Most of its group had long finished (``stragglers``, then ``mask``)."""
     GROUP_TIMEOUT = "group_timeout"
-    """The same where the time a group takes is part of the task (``stragglers``, then ``grade``): graded as it stands."""
+    """The same where being slow is to cost something (``stragglers``, then ``grade``): graded as it stands."""
     CAPTURE_INCOMPLETE = "capture_incomplete"
 
 

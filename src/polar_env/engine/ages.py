@@ -1,8 +1,8 @@
 """How old are the weights behind a token? Names of versions, in the order in which they came. Pure.
 
-A trainer *declares* names; some engines *tell* names of their own in their answers. The two are separate orders: a name
-is as old as the newest name of its own order says. A name in neither (the model's own, before any was declared) is older
-than all that were declared.
+A trainer *declares* names; some engines *tell* names of their own in their answers. The two are separate orders: a
+name is as old as the newest name of its own order says. A name in neither (the model's own, before any was declared) is
+older than all that were declared.
 """
 
 import re

@@ -8,11 +8,11 @@ again.
 
 The time a session waits at the fence, and the time of generations thrown away, is nobody's budget: ``Hold`` counts it.
 
-Two things end sessions here. Age: a session whose oldest tokens are more than ``engine.max_policy_age`` updates old can
-no longer train. And a trainer that died: a pause is a lease (``engine.pause_lease``), renewed by pausing again, and when
-it lapses nobody knows what the weights are. Then calls that are held, that run, or that come are failures of the engine,
-until a trainer pauses or resumes: sampling on would train on weights without a name, and waiting on would keep sandboxes
-for a day that nobody collects from.
+Two things end sessions here. Age: a session whose oldest tokens are more than ``engine.max_policy_age`` updates old
+can no longer train. And a trainer that died: a pause is a lease (``engine.pause_lease``), renewed by pausing again, and
+when it lapses nobody knows what the weights are. Then calls that are held, that run, or that come are failures of the
+engine, until a trainer pauses or resumes: sampling on would train on weights without a name, and waiting on would keep
+sandboxes for a day that nobody collects from.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from polar_env import capacity
@@ -20,13 +20,16 @@ from polar_env.config import PolarConfig
 from polar_env.engine import Engine
 from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
 from polar_env.grade.grading import grade
-from polar_env.gym import rows
+from polar_env.gym import orders, rows
 from polar_env.gym.contract import ContractError
+from polar_env.gym.flights import Flight, Flights
+from polar_env.gym.groups import Chosen, Rest, Stragglers, place_of
 from polar_env.gym.metrics import Metrics
+from polar_env.named import harness_named, make_engine
 from polar_env.proxy import control
 from polar_env.proxy.server import ProxyServer
 from polar_env.reward import decide
-from polar_env.rollout import RolloutJob, harness_named, make_engine, rollout
+from polar_env.rollout import RolloutJob, rollout
 from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
@@ -41,31 +44,12 @@ REPOST_GRACE = 30.0
 (nemo_gym/server_utils.py, _request_with_retries); past the grace nobody wants the result and it is cancelled."""
 
 
-class Elsewhere(Protocol):
+class Elsewhere(orders.Obeys, Protocol):
     """Where rollouts run when not here: the workers of a cluster."""
 
     async def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row in, its finished row out. Raises PolarError."""
         ...
-
-    async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
-        """A trainer's order to the fence of every worker: (HTTP status, JSON)."""
-        ...
-
-
-class ClosedError(PolarError):
-    """The server ended while the rollout ran."""
-
-    outcome = Outcome.CANCELLED
-
-
-@dataclass(slots=True)
-class _Running:
-    """One rollout under way, how many connections wait for it, and when it is given up because none does."""
-
-    task: "asyncio.Task[dict[str, Any]]"
-    waiters: int = 0
-    expiry: asyncio.TimerHandle | None = None
 
 
 class PolarEnvironment:
@@ -77,12 +61,11 @@ class PolarEnvironment:
         """``elsewhere`` runs the rollouts (workers of a cluster); without it they run here."""
         self.config = config
         self._elsewhere = elsewhere
-        self._repost_grace = repost_grace
+        self._flights = Flights(repost_grace)
+        self._stragglers = Stragglers(config.stragglers)
         self._engine: Engine = make_engine(config)
-        self._proxy = ProxyServer(self._engine, config.proxy)
+        self._proxy = ProxyServer(self._engine, config.proxy, updates=config.engine)
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._running: dict[str, _Running] = {}
-        self._group: asyncio.TaskGroup | None = None
         self._checked = False
         self._check_lock = asyncio.Lock()
         self._refusal: tuple[float, PolarError] | None = None
@@ -100,13 +83,8 @@ class PolarEnvironment:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
             await stack.enter_async_context(self._proxy)
-            self._group = await stack.enter_async_context(asyncio.TaskGroup())
-            try:
-                yield self
-            finally:
-                self._group = None
-                for key, running in tuple(self._running.items()):
-                    self._abandon(key, running)
+            await stack.enter_async_context(self._flights.opened())
+            yield self
 
     async def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """One dataset row -> one Gym result row that NeMo-RL accepts, whatever happens; numbers as arrays
@@ -117,57 +95,55 @@ class PolarEnvironment:
                 ``harness`` (a name: groups of several harnesses in one run) and ``data`` (where its task is).
                 Gym's ``_ng_*`` indexes are honoured.
         """
-        if self._group is None:
-            return placeholder(row, ClosedError("the server is not open: it is starting or ending"), self.config)
-        key = _key(row)
-        running = self._running.get(key) or self._start(key, row, self._group)
-        running.waiters += 1
-        if running.expiry is not None:
-            running.expiry.cancel()
+        place = place_of(row, _task_id(row), _harness(row, self.config))
         try:
-            result = await asyncio.shield(running.task)
-        except asyncio.CancelledError:
-            running.waiters -= 1
-            if running.task.cancelled() and not _is_cancelled():
-                return placeholder(row, ClosedError("the server was closed while the rollout ran"), self.config)
-            if not running.waiters:
-                running.expiry = asyncio.get_running_loop().call_later(self._repost_grace, self._abandon, key, running)
-            raise
-        self._forget(key, running)
-        return result
+            return await self._flights.join(_key(row), place, lambda flight: self._counted(row, flight))
+        except PolarError as error:
+            return placeholder(row, error, self.config)
 
     async def order(self, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
-        """A trainer's order to the fence (``proxy.control``), from somebody who may give it: (HTTP status, JSON)."""
+        """A trainer's order, from somebody who may give it: to the fence (``proxy.control``), or to rollouts under way
+        (``gym.orders``). Returns (HTTP status, JSON)."""
+        order = orders.order_of(method, path)
+        if order is not None:
+            return await orders.answer(order, raw, self._flights, self._elsewhere)
         if self._elsewhere is not None:
             return await self._elsewhere.order(method, path, raw)
         return await control.answer(self._proxy.fence, method, path, raw)
 
-    def _start(self, key: str, row: Mapping[str, Any], group: asyncio.TaskGroup) -> _Running:
-        running = self._running[key] = _Running(group.create_task(self._counted(row)))
-        return running
-
-    async def _counted(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        with self.metrics.running():
-            answer = await self._answer(row)
+    async def _counted(self, row: Mapping[str, Any], flight: Flight) -> dict[str, Any]:
+        """Play a row, count it, and tell the rest of its group when it was one of the last."""
+        self._hurry(self._stragglers.began(flight.key, flight.place))
+        answer: dict[str, Any] = {}
+        try:
+            with self.metrics.running():
+                answer = await self._played(row, flight)
+        finally:
+            self._hurry(self._stragglers.ended(flight.key, flight.place, answer))
         try:
             self.metrics.observe(answer)
         except Exception:  # a number that cannot be counted must not cost the row, or the other rollouts
             log.exception("counting the rollout of %s", _task_id(row))
         return answer
 
-    def _abandon(self, key: str, running: _Running) -> None:
-        """Nobody came back for this rollout: stop it, and forget its result."""
-        self._forget(key, running)
-        running.task.cancel()
-        if running.expiry is not None:
-            running.expiry.cancel()
+    async def _played(self, row: Mapping[str, Any], flight: Flight) -> dict[str, Any]:
+        """The row's answer; of a rollout that was cancelled for a reason, once it is torn down, the placeholder."""
+        try:
+            return await self._answer(row, flight)
+        except asyncio.CancelledError:
+            if flight.reason is None:
+                raise
+            return placeholder(row, flight.reason, self.config)
 
-    def _forget(self, key: str, running: _Running) -> None:
-        """A row posted after its answer was delivered is a new rollout."""
-        if self._running.get(key) is running:
-            del self._running[key]
+    def _hurry(self, rest: Rest | None) -> None:
+        if rest is None:
+            return
+        if self._elsewhere is not None:
+            self._flights.spawn(orders.hurry_elsewhere(rest, self._elsewhere))
+        else:
+            self._flights.hurry(Chosen(keys=rest.keys), rest.seconds, rest.error)
 
-    async def _answer(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, row: Mapping[str, Any], flight: Flight) -> dict[str, Any]:
         """Queue for a slot (free), run, and turn the result into a row. Never raises but when it is cancelled."""
         posted = time.monotonic()
         try:
@@ -176,7 +152,7 @@ class PolarEnvironment:
             async with self._slots:
                 queued = time.monotonic() - posted
                 await self._check()
-                result = await rollout(await self._job(row), self._proxy, self.config)
+                result = await rollout(await self._job(row), self._proxy, self.config, flight.opened)
             result = replace(result, seconds={**result.seconds, "queue": queued})
             return await asyncio.to_thread(_row, row, result, self.config)
         except PolarError as error:
@@ -188,6 +164,7 @@ class PolarEnvironment:
     async def _check(self) -> None:
         """Prove the engine before the first rollout, once. An engine that is not up yet is asked again by the next
         row; rows that waited while it was asked share the answer, so a dead one costs them one timeout together."""
+        self._proxy.fence.usable()
         asked = time.monotonic()
         async with self._check_lock:
             if self._checked:
@@ -283,12 +260,6 @@ def unstarted(task_id: str, harness: str, error: PolarError) -> RolloutResult:
         patch=b"",
         exit=None,
     )
-
-
-def _is_cancelled() -> bool:
-    """Whether it is the caller who was cancelled, not what it waits for."""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0
 
 
 def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:

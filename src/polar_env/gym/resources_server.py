@@ -95,6 +95,7 @@ class PolarResourcesServer(SimpleResourcesServer):
         app.get("/metrics")(metrics)
         app.post("/rollout")(run)
         app.get("/control")(control)
+        app.get("/control/{order}")(control)
         app.post("/control/{order}")(control)
         self._environment = polar
         return app

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from polar_env.config import PolarConfig, load
+from polar_env.config import PolarConfig, StragglersConfig, load
 from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.gym.environment import PolarEnvironment
 
@@ -87,7 +87,8 @@ class Fleet:
     def __init__(self, config: PolarConfig, address: str = "") -> None:
         """``address``: Ray's GCS address, as Gym and NeMo-RL hand it on; empty: the Ray this process already joined."""
         self._settings = config.workers
-        worker = config.model_copy(update={"workers": config.workers.model_copy(update={"ray": False})})
+        alone = {"workers": config.workers.model_copy(update={"ray": False}), "stragglers": StragglersConfig()}
+        worker = config.model_copy(update=alone)  # a worker sees only its part of a group
         self._config = worker.model_dump(mode="json")
         self._address = address
         self._nodes: dict[str, _Node] = {}

@@ -8,7 +8,8 @@ It is never on a listener that a sandbox can reach, and has a secret of its own 
     POST /control/abort                              stop what runs; answers when the engine was told
     POST /control/version  {"version": "step-8"}     name the weights without a pause
 
-Each needs ``Authorization: Bearer <secret>`` and answers with ``engine.fence.FenceState``, or ``{"error": why}``.
+Each needs ``Authorization: Bearer <secret>`` and answers with ``engine.fence.FenceState``, or ``{"error": why}``. The
+`polar` resources server takes orders to rollouts as well (``gym.orders``); a proxy alone has none.
 """
 
 import hmac
@@ -28,6 +29,8 @@ def refusal(secret: str, authorization: str) -> tuple[int, dict[str, Any]] | Non
     """The answer to a request that may not give orders; ``None`` when it may. An empty ``secret`` lets nobody in."""
     if not secret:
         return 403, {"error": f"this process has no control secret: set {SECRET} where it starts"}
+    if not authorization.removeprefix("Bearer").strip():
+        return 401, {"error": f"no secret came with the order: set {SECRET} where you give it"}
     if not hmac.compare_digest(authorization.encode(errors="replace"), f"Bearer {secret}".encode()):
         return 401, {"error": "wrong secret: the control side has one of its own"}
     return None
@@ -36,7 +39,7 @@ def refusal(secret: str, authorization: str) -> tuple[int, dict[str, Any]] | Non
 async def answer(fence: Fence, method: str, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
     """(HTTP status, JSON body) of one request that was let in."""
     try:
-        state = await _obey(fence, f"{method} {path.rstrip('/')}", _fields(raw))
+        state = await _obey(fence, f"{method} {path.rstrip('/')}", fields_of(raw))
     except BadRequest as error:
         return 400, {"error": str(error)}
     return (200, asdict(state)) if state is not None else (404, {"error": f"no order {method} {path}"})
@@ -59,7 +62,8 @@ async def _obey(fence: Fence, order: str, fields: Mapping[str, Any]) -> FenceSta
             return None
 
 
-def _fields(raw: bytes) -> Mapping[str, Any]:
+def fields_of(raw: bytes) -> Mapping[str, Any]:
+    """An order's JSON. Raises BadRequest when it is no object."""
     with boundary(BadRequest, "reading the order"):
         fields = json.loads(raw or b"{}")
     if not isinstance(fields, dict):
