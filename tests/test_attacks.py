@@ -86,3 +86,18 @@ async def test_what_lies_in_wait_for_the_tests_is_gone_when_they_come(built: Pre
     patch = installing(*lines).replace("+    return 2", "+    return 1")
     found = await verdict(built, patch + adding("notes.txt", "x"))
     assert (found.status, found.fail_to_pass) == (VerdictStatus.UNRESOLVED, (0, 2))
+
+
+async def test_tests_that_building_rewrote_are_the_tests_again(unbuilt: Prepared) -> None:  # noqa: F811
+    """Some rows build between placing the tests and running them, and what is built is the patch's own."""
+    row = dict(unbuilt.task.row)
+    start = ": '>>>>> Start Test Output'"
+    row["eval_script"] = row["eval_script"].replace(start, f"python3 build.py\n{start}")
+    patch = adding(
+        "build.py",
+        "import pathlib",
+        "for path in pathlib.Path('tests').glob('test_*.py'):",
+        "    path.write_text(path.read_text().replace('c.f(), 2', 'c.f(), 1').replace('5)', '4)'))",
+    )
+    found = await verdict(replace(unbuilt, task=replace(unbuilt.task, row=row)), patch)
+    assert (found.status, found.fail_to_pass, found.official) == (VerdictStatus.UNRESOLVED, (0, 2), False)

@@ -39,6 +39,8 @@ def diff(path: str, body: str = "@@ -1 +1 @@\n-a\n+b\n", extra: str = "") -> str
         (diff("a/link", "@@ -0,0 +1 @@\n+../../x\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
         (diff("link", "@@ -0,0 +1 @@\n+.git/hooks\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
         (diff("pytest.py"), "changes how tests run", Flag.TEST_HOOKS),
+        (diff("pytest.cpython-39-x86_64-linux-gnu.so"), "changes how tests run", Flag.TEST_HOOKS),
+        (diff("tests/_pytest.abi3.so"), "changes how tests run", Flag.TEST_HOOKS),
         (diff("_pytest/runner.py"), "changes how tests run", Flag.TEST_HOOKS),
         (diff("tests/unittest.py"), "changes how tests run", Flag.TEST_HOOKS),
         (diff("evil.dist-info/entry_points.txt"), "changes how tests run", Flag.TEST_HOOKS),

@@ -20,6 +20,7 @@ _HOOK_ENDINGS = (b".pth", b".pyc", b".pyo")
 _RUNNERS = frozenset({b"pytest", b"_pytest", b"pluggy", b"unittest", b"doctest", b"pip", b"setuptools",
                       b"pkg_resources", b"nose", b"tox", b"coverage", b"xdist", b"iniconfig"})  # fmt: skip
 """Modules that run tests or install: one at the root, or in a folder of tests, is found before the real one."""
+_MODULE = re.compile(rb"\.py$|(\.[\w-]+)?\.(so|pyd)$")
 _TESTS = frozenset({b"test", b"tests", b"testing"})
 _BUILD = frozenset({b"setup.py", b"setup.cfg", b"pyproject.toml", b"manifest.in", b"tox.ini", b"noxfile.py",
                     b"makefile", b"requirements.txt", b"package.json", b"cargo.toml", b"go.mod"})  # fmt: skip
@@ -74,7 +75,7 @@ def _hooks(path: bytes) -> bool:
         return True
     folders = path.split(b"/")
     for depth, name in enumerate(folders):
-        module = name.removesuffix(b".py") if depth == len(folders) - 1 else name
+        module = _MODULE.sub(b"", name) if depth == len(folders) - 1 else name
         if module in _RUNNERS and (module != name or depth < len(folders) - 1):
             return not depth or folders[depth - 1].lower() in _TESTS
         if re.search(rb"[-.](dist|egg)-info$", name):
