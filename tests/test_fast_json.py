@@ -59,6 +59,20 @@ def test_not_a_number_in_an_answer_is_read_and_left_to_the_capture_contract() ->
     assert str(fast_json.read(b'{"logprob": NaN}')["logprob"]) == "nan"
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_what_somebody_else_wrote_has_no_word_that_json_has_not(word: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word} is not JSON"):
+        fast_json.strict(f'{{"temperature": [1, {word}]}}')
+
+
+def test_what_somebody_else_wrote_keeps_every_digit_of_an_integer() -> None:
+    assert fast_json.strict(b'{"id": 123456789012345678901234567890, "a": "NaN", "b": 1.5}') == {
+        "id": 123456789012345678901234567890,
+        "a": "NaN",
+        "b": 1.5,
+    }
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"word", b"\xff", '{"a": }'])
 def test_what_is_no_json_is_refused(text: bytes | str) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -231,6 +231,25 @@ async def test_what_cannot_be_kept_is_refused_with_a_sentence_in_the_apis_shape(
         assert error.get("status") == "INVALID_ARGUMENT" or error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("api", APIS)
+async def test_a_number_that_json_has_not_is_a_400_and_nothing_is_sampled(api: str, word: str) -> None:
+    """As the APIs themselves answer it. Taken for null it would change a tool's schema, or a result, in silence."""
+    bodies = {
+        "anthropic": ("/v1/messages", '{"messages": [{"role": "user", "content": "hi"}], "temperature": %s}'),
+        "chat": ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "hi"}], "tools": [{"x": %s}]}'),
+        "responses": ("/v1/responses", '{"input": "hi", "metadata": {"x": [%s]}}'),
+        "gemini": ("/v1beta/models/m:generateContent", '{"contents": [{"parts": [{"text": "hi"}]}], "x": %s}'),
+    }
+    path, body = bodies[api]
+    engine = PlayedEngine()
+    async with stage(engine, dialects=DIALECTS) as s, s.http.post(s.url(path), data=body % word) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400
+    assert f"{word} is not JSON" in error["message"]
+    assert engine.requests == []
+
+
 # --- honest usage -----------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
+from polar_env import fast_json
 from polar_env.errors import BadRequest
 from polar_env.messages import ChatMessage, ChatToolCall
 from polar_env.types import AssistantTurn, Delta, Sampling, StopReason, ToolCall, Usage
@@ -178,16 +179,12 @@ def dump(value: object) -> str:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The object that ``text`` is in strict JSON, else ``None``."""
+    """The object that ``text`` is in strict JSON, and can be again when it is written, else ``None``."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=fast_json.no_constant, parse_float=fast_json.finite)
     except (ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 # --- reasoning that survives the harness ------------------------------------------------------------------------

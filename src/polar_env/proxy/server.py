@@ -15,7 +15,6 @@ How a reply leaves:
 """
 
 import asyncio
-import json
 import math
 import pkgutil
 import socket
@@ -27,7 +26,7 @@ from typing import Any, Self, cast
 
 from aiohttp import web
 
-from polar_env import capacity
+from polar_env import capacity, fast_json
 from polar_env.capture import Ledger
 from polar_env.config import EngineConfig, ProxyConfig
 from polar_env.engine import Engine
@@ -308,7 +307,7 @@ def decode(
 ) -> tuple[ModelRequest, Mapping[str, Any]]:
     """Raises BadRequest for what is not a JSON object or cannot be understood without changing its meaning."""
     with boundary(BadRequest, "reading the request"):
-        body = json.loads(raw)
+        body = fast_json.strict(raw)
         if b"\\ud" in raw or b"\\uD" in raw:
             body = well_formed(body)
         if not isinstance(body, dict):
