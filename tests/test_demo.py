@@ -1,6 +1,9 @@
 """The demo without Gym: which tasks it takes, what it posts, and what it makes of the answers."""
 
+import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +220,59 @@ def test_rows_of_an_earlier_run_stay_when_new_ones_cannot_be_written(tmp_path: P
         demo.report(made(out=tmp_path), GROUP)
     assert (tmp_path / "rollouts.jsonl").read_text() == "earlier\n"
     assert "t #0" in capsys.readouterr().out  # the table is shown before
+
+
+def test_rows_of_an_earlier_run_are_kept_under_a_number_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for earlier in ("first", "second"):
+        (tmp_path / "rollouts.jsonl").write_text(earlier)
+        assert demo.report(made(out=tmp_path), GROUP) == 0
+    assert (tmp_path / "rollouts.1.jsonl").read_text() == "first"
+    assert (tmp_path / "rollouts.2.jsonl").read_text() == "second"
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 4
+    assert f"{tmp_path}/rollouts.jsonl of an earlier run is now {tmp_path}/rollouts.2.jsonl" in capsys.readouterr().out
+
+
+def test_a_folder_another_demo_writes_to_is_refused_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with demo.alone(tmp_path), pytest.raises(ConfigError, match=r"another polar demo is writing to .*--out"):
+        demo.run(made(out=tmp_path))
+    assert capsys.readouterr().out == ""
+    with demo.alone(tmp_path):
+        assert list(tmp_path.iterdir()) == []
+
+
+# --- interrupted ------------------------------------------------------------------------------------------------
+
+
+def test_what_had_ended_when_it_was_interrupted_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rollouts.jsonl").write_text("earlier")
+    demo.interrupted(made(out=tmp_path), GROUP[:3])
+    rows = (tmp_path / "interrupted.jsonl").read_text().splitlines()
+    assert [json.loads(row)["reward"] for row in rows] == [1.0, 1.0, 0.0]
+    assert (tmp_path / "rollouts.jsonl").read_text() == "earlier"
+    assert f"3 rollouts had ended, their rows are in {tmp_path}/interrupted.jsonl" in capsys.readouterr().out
+
+
+def names_below(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*")]
+
+
+async def test_ctrl_c_says_in_one_line_what_was_kept_and_where(tmp_path: Path):
+    async with VllmServer(fault="hang").run() as engine:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "import sys; from polar_env.cli import main; sys.exit(main())"),
+            *("demo", "--data", "embedded", "--engine", "vllm", "--model-url", engine.url, "--out", "mine"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        await engine.started.wait()
+        process.send_signal(signal.SIGINT)
+        printed, wrong = await process.communicate()
+    assert (process.returncode, wrong) == (130, b"")
+    last = printed.decode().splitlines()[-1]
+    assert "interrupted: 0 rollouts had ended; logs of all that began are in mine/sessions" in last
+    assert names_below(tmp_path) == ["mine"]

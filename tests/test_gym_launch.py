@@ -2,7 +2,9 @@
 
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nemo_gym
@@ -101,3 +103,17 @@ NAMES = (
     ("polar_agent", "responses_api_agents", "polar_agent"),
     ("polar_environment", "environment_servers", "polar_environment"),
 )
+
+
+def test_what_a_shot_server_leaves_in_its_temporary_folder_is_removed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    leaves = "import os, signal, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    with launch.scratch():
+        assert os.environ["RAY_TMPDIR"] == tempfile.gettempdir()
+        server = subprocess.run([sys.executable, "-c", leaves], capture_output=True, text=True, check=False)
+        left = Path(server.stdout.strip())
+        assert left.is_dir()
+        assert left.parent.name.startswith("polar-gym-")
+    assert not left.parent.exists()
+    assert {"TMPDIR", "RAY_TMPDIR"} & set(os.environ) == set()

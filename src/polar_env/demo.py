@@ -6,10 +6,14 @@ tools, one gives up and one does half; rewards come from the grader alone, and t
 """
 
 import asyncio
+import fcntl
 import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,8 @@ from polar_env.engine import tokenizer
 from polar_env.errors import ConfigError, boundary
 from polar_env.gym import contract, launch
 from polar_env.gym.dataset import dataset_row
-from polar_env.rollout import check, harness_named, make_harness
+from polar_env.named import harness_named, make_harness
+from polar_env.rollout import check
 from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
@@ -28,6 +33,9 @@ HARNESSES = ("claude_code", "codex", "pi", "mini_swe_agent")
 
 LIGHT = ("psf__requests-6028", "pytest-dev__pytest-7571", "sympy__sympy-13031", "sphinx-doc__sphinx-7440")
 """SWE-bench Verified instances that are quick to prepare and to grade (swebench_sdist facts), in order of weight."""
+
+Result = tuple[dict[str, Any], dict[str, Any]]
+"""A row as posted, and the row that came back."""
 
 COLUMNS = ("harness", "rollout", "outcome", "reward", "calls", "chains", "trainable", "seconds")
 
@@ -55,14 +63,51 @@ def run(demo: Demo) -> int:
         raise ConfigError("a group needs at least one rollout (--rollouts)")
     with boundary(ConfigError, f"making {demo.out}, where the rows go (--out)"):
         demo.out.mkdir(parents=True, exist_ok=True)
+    with alone(demo.out):
+        done: list[Result] = []
+        try:
+            play(demo, done)
+        except (KeyboardInterrupt, SystemExit):
+            interrupted(demo, done)
+            raise
+        return report(demo, sorted(done, key=lambda pair: (pair[0]["_ng_task_index"], pair[0]["_ng_rollout_index"])))
+
+
+@contextmanager
+def alone(out: Path) -> Generator[None]:
+    """Hold the folder ``out``: two demos would write over each other's rows. Raises ConfigError when another has it."""
+    handle = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another polar demo is writing to {out}: name another --out") from error
+    else:
+        yield
+    finally:
+        os.close(handle)
+
+
+def play(demo: Demo, done: list[Result]) -> None:
+    """Make everything ready, start Gym, run every rollout; ``done`` fills as they finish."""
     tasks = choose(demo)
     asyncio.run(ready(demo, tasks))
     rows = [row for number, task in enumerate(tasks) for row in group_rows(demo, number, task)]
     say("NeMo Gym starts: resources server polar, agent polar_agent, environment server (on a local Ray)")
     with launch.running(settings(demo.config), demo.out.resolve() / "gym") as head:
         say(f"{len(rows)} rollouts posted: {len(tasks)} task(s) x {len(demo.harnesses)} harness(es) x {demo.rollouts}")
-        results = asyncio.run(collect(rows, head))
-    return report(demo, results)
+        asyncio.run(collect(rows, head, done))
+
+
+def interrupted(demo: Demo, done: Sequence[Result]) -> None:
+    """Keep the rows there are, and say what was kept and where."""
+    kept = f"{len(done)} rollouts had ended"
+    if done:
+        kept += f", their rows are in {write(demo.out / 'interrupted.jsonl', done)}"
+    store = demo.config.store
+    say(
+        f"interrupted: {kept}; logs of all that began are in {store.sessions}, what was installed is in {store.cache}, "
+        "nothing else is left"
+    )
 
 
 def choose(demo: Demo) -> tuple[Task, ...]:
@@ -123,9 +168,8 @@ def group_rows(demo: Demo, number: int, task: Task) -> list[dict[str, Any]]:
     ]
 
 
-async def collect(rows: list[dict[str, Any]], head: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every (row, result), in the order posted; a line on screen as each finishes."""
-    done: list[tuple[dict[str, Any], dict[str, Any]]] = []
+async def collect(rows: list[dict[str, Any]], head: Any, done: list[Result]) -> None:
+    """Every (row, result) into ``done`` as it finishes, with a line on screen."""
     async for row, result in launch.collect(rows, head):
         done.append((row, result))
         polar = result.get("polar", {})
@@ -134,19 +178,12 @@ async def collect(rows: list[dict[str, Any]], head: Any) -> list[tuple[dict[str,
             f"{len(done):>3}/{len(rows)} {row['harness']} #{row['_ng_rollout_index']}: {polar.get('outcome')}, "
             f"reward {result['reward']}{detail}"
         )
-    return sorted(done, key=lambda pair: (pair[0]["_ng_task_index"], pair[0]["_ng_rollout_index"]))
 
 
-def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> int:
+def report(demo: Demo, results: Sequence[Result]) -> int:
     """Write rollouts.jsonl, print the table, and say what is wrong, if anything."""
     print(table([line(row, result) for row, result in results]))  # noqa: T201 - the table is the demo's answer
-    path = demo.out / "rollouts.jsonl"
-    with boundary(ConfigError, f"writing {path} (free some space, or name another --out)"):
-        demo.out.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")  # the rows of an earlier run stay until these are whole
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(result) + "\n" for _, result in results)
-        part.replace(path)
+    path = write(demo.out / "rollouts.jsonl", results)
     wrong = [problem for row, result in results for problem in problems(demo, row, result)]
     wrong += [problem for group in groups(results) for problem in contract.group_disagreements(group)]
     if all(result["mask_sample"] for _, result in results):
@@ -157,7 +194,22 @@ def report(demo: Demo, results: Sequence[tuple[dict[str, Any], dict[str, Any]]])
     return 1 if wrong or not results else 0
 
 
-def groups(results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def write(path: Path, results: Sequence[Result]) -> Path:
+    """The result rows as JSONL, whole or not at all. A file of an earlier run is kept under a number, and said."""
+    with boundary(ConfigError, f"writing {path} (free some space, or name another --out)"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(result) + "\n" for _, result in results)
+        if path.exists():
+            numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+            earlier = path.rename(next(name for name in numbered if not name.exists()))
+            say(f"{path} of an earlier run is now {earlier}")
+        part.replace(path)
+    return path
+
+
+def groups(results: Sequence[Result]) -> list[list[dict[str, Any]]]:
     """Results by prompt group: the rollouts of one task in one harness."""
     found: dict[int, list[dict[str, Any]]] = {}
     for row, result in results:

@@ -6,8 +6,10 @@ NeMo-RL: ``RunHelper().start(GlobalConfigDictParserConfig(...))`` in a process t
 
 import contextlib
 import random
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +25,7 @@ from nemo_gym.rollout_collection import RolloutCollectionHelper
 from nemo_gym.server_utils import BaseServerConfig
 from omegaconf import DictConfig
 
-from polar_env.config import environment, export
+from polar_env.config import environment, export, exported
 from polar_env.errors import SandboxError, boundary
 from polar_env.gym import CONFIG, ROOT
 from polar_env.gym.venvs import link_venvs
@@ -117,6 +119,21 @@ def _terminated(number: int, frame: object) -> None:
 
 
 @contextmanager
+def scratch() -> Generator[None]:
+    """A folder for the servers' temporary files, which goes with them: Gym kills a server a second after it asked it to
+    end, whatever that still has there. Ray keeps its own place: the paths of its sockets must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="polar-gym-"))
+    janitor.remove_later(folder)
+    try:
+        with exported(TMPDIR=str(folder), RAY_TMPDIR=environment("RAY_TMPDIR", tempfile.gettempdir())):
+            yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():  # else the janitor tries longer, once we are gone
+            janitor.removed(folder)
+
+
+@contextmanager
 def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConfig]:
     """NeMo Gym with our three servers up, on a local Ray; everything is stopped at the end of the block.
 
@@ -139,7 +156,7 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
         "port_range_high": 5999,
     }
     helper = RunHelper()
-    with own_ray(), _terminable():
+    with own_ray(), _terminable(), scratch():
         with boundary(SandboxError, "starting NeMo Gym"):
             helper.start(
                 GlobalConfigDictParserConfig(skip_load_from_cli=True, initial_global_config_dict=DictConfig(settings))
