@@ -15,11 +15,13 @@ is an error that masks, never a zero; after that, a reward that is missing or no
 """
 
 import asyncio
+import io
 import json
 import math
+import tarfile
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,7 +168,7 @@ async def _verify_patch(prepared: Prepared, patch: bytes, config: SandboxConfig,
     async with open_sandbox(box_of(prepared, config), config) as fresh:
         if patch.strip() and (failed := await apply_patch(fresh, patch)):
             return Verdict(VerdictStatus.PATCH_FAILED, detail=failed)
-        return await _verify(fresh, prepared, limit)
+        return await _verify(fresh, prepared, limit, untouched=True)
 
 
 async def _judged_left(
@@ -193,7 +195,7 @@ async def _verify_left(prepared: Prepared, left: Sandbox, config: SandboxConfig,
         if there.code != 0:
             words = there.stderr.decode("utf-8", "replace").strip()[-200:]
             return Verdict(VerdictStatus.UNRESOLVED, detail=f"the work tree cannot be carried over: {words}", score=0.0)
-        return await _verify(fresh, prepared, limit)
+        return await _verify(fresh, prepared, limit, untouched=True)
 
 
 def _limit(prepared: Prepared, budget: float) -> float:
@@ -223,9 +225,9 @@ def _verdict(run: _Run | Verdict, known: _Known, limit: float) -> Verdict:
 # --- one run ------------------------------------------------------------------------------------------------------
 
 
-async def _verify(box: Sandbox, prepared: Prepared, limit: float) -> _Run:
+async def _verify(box: Sandbox, prepared: Prepared, limit: float, *, untouched: bool = False) -> _Run:
     """Place the tests from outside, run test.sh from the working directory, end everything, read the reward."""
-    if failed := await _place(box, prepared):
+    if failed := await _place(box, prepared, untouched):
         return _Run(why=failed)
     env, started = settings_of(prepared.task)["verifier_env"], time.monotonic()
     words = ["bash", "-c", "/tests/test.sh 2>&1"]
@@ -240,15 +242,33 @@ async def _verify(box: Sandbox, prepared: Prepared, limit: float) -> _Run:
     return _Run(reward, f"{why}; it said: {said}" if reward is None else why, seconds=seconds, said=said)
 
 
-async def _place(box: Sandbox, prepared: Prepared) -> str:
-    """The verifier's files and nothing else where they belong; empty when they are there, else why not."""
-    emptied = await box.exec(["sh", "-c", _EMPTY], cwd="/", timeout=_TIMEOUT)
+async def _place(box: Sandbox, prepared: Prepared, untouched: bool) -> str:
+    """The verifier's files and nothing else where they belong; empty when they are there, else why not.
+
+    In an untouched sandbox its own tar unpacks them; where an agent was, they are written from outside one by one.
+    """
+    files = await asyncio.to_thread(files_of, folder_of(prepared.task) / "tests")
+    script, stdin = (f"{_EMPTY}exec tar -C /tests -xf -\n", _tar(files)) if untouched else (_EMPTY, None)
+    emptied = await box.exec(["sh", "-c", script], cwd="/", stdin=stdin, timeout=_TIMEOUT)
     if emptied.code != 0:
         return f"/tests cannot be made: {emptied.stderr.decode('utf-8', 'replace').strip()[-300:]}"
-    files = await asyncio.to_thread(files_of, folder_of(prepared.task) / "tests")
-    for name, (data, mode) in files.items():
-        await box.write(f"/tests/{name}", data, mode | (0o555 if name == "test.sh" else 0o444))
+    for name, (data, mode) in files.items() if not untouched else ():
+        await box.write(f"/tests/{name}", data, _mode(name, mode))
     return ""
+
+
+def _mode(name: str, mode: int) -> int:
+    return mode | (0o555 if name in ("test.sh", "solve.sh") else 0o444)
+
+
+def _tar(files: Mapping[str, tuple[bytes, int]]) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+        for name, (data, mode) in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), _mode(name, mode)
+            tar.addfile(entry, io.BytesIO(data))
+    return held.getvalue()
 
 
 async def _present(box: Sandbox) -> frozenset[str]:
@@ -259,21 +279,22 @@ async def _present(box: Sandbox) -> frozenset[str]:
 
 async def _reward(box: Sandbox) -> tuple[float | None, str]:
     """(reward, why there is none). Everything in the sandbox is dead, so what is looked at is what is read."""
-    for name in REWARD_FILES:
-        path = f"/logs/verifier/{name}"
-        looked = await box.exec(["stat", "-c", "%s %F", path], cwd="/", timeout=_TIMEOUT)
-        if looked.code != 0:
-            continue
-        size, _, kind = looked.stdout.decode("utf-8", "replace").strip().partition(" ")
-        if not kind.startswith("regular"):
-            return None, f"{path} is a {kind}, not a file"
-        if not size.isdigit() or int(size) > REWARD_LIMIT:
-            return None, f"{path} has {size} bytes, and a reward has few"
-        try:
-            return reward_of(name, await box.read(path))
-        except SandboxError as error:
-            return None, f"{path} cannot be read: {error}"
-    return None, "test.sh wrote neither /logs/verifier/reward.txt nor reward.json"
+    paths = [f"/logs/verifier/{name}" for name in REWARD_FILES]
+    looked = await box.exec(["stat", "-c", "%s %n %F", *paths], cwd="/", timeout=_TIMEOUT)
+    told = [line.split(" ", 2) for line in looked.stdout.decode("utf-8", "replace").splitlines()]
+    found = {line[1]: (line[0], line[2]) for line in told if len(line) == 3}
+    path = next((path for path in paths if path in found), "")
+    if not path:
+        return None, "test.sh wrote neither /logs/verifier/reward.txt nor reward.json"
+    size, kind = found[path]
+    if not kind.startswith("regular"):
+        return None, f"{path} is a {kind}, not a file"
+    if not size.isdigit() or int(size) > REWARD_LIMIT:
+        return None, f"{path} has {size} bytes, and a reward has few"
+    try:
+        return reward_of(path.rpartition("/")[2], await box.read(path))
+    except SandboxError as error:
+        return None, f"{path} cannot be read: {error}"
 
 
 def reward_of(name: str, data: bytes) -> tuple[float | None, str]:
@@ -328,7 +349,7 @@ async def _measure(prepared: Prepared, config: SandboxConfig) -> dict[str, Any]:
     limit = max(_LEAST, float(settings_of(prepared.task)["verifier_timeout"]))
     async with open_sandbox(box_of(prepared, config), config) as untouched:
         present = await _present(untouched)
-        nothing = await _verify(untouched, prepared, limit)
+        nothing = await _verify(untouched, prepared, limit, untouched=True)
     solved = await _solution(prepared, config, limit) if settings_of(prepared.task)["solved"] else None
     return {"present": sorted(present), "nothing": _plain(nothing), "solved": solved and _plain(solved)}
 
@@ -344,10 +365,9 @@ async def _solution(prepared: Prepared, config: SandboxConfig, limit: float) -> 
     async with _solver(prepared, config) as box:
         in_image = prepared.repo is None
         baseline = await patches.snapshot(box, prepared.workdir) if in_image and not prepared.whole else None
-        for name, (data, mode) in files.items():
-            await box.write(f"{_SOLUTION}/{name}", data, mode | 0o555)
-        words = ["bash", "-c", f"{_SOLUTION}/solve.sh 2>&1"]
-        done = await box.exec(words, env=settings["solution_env"], cwd=prepared.workdir, timeout=limit)
+        words = ["bash", "-c", f"mkdir -p {_SOLUTION} && tar -C {_SOLUTION} -xf - && exec {_SOLUTION}/solve.sh 2>&1"]
+        env, stdin = settings["solution_env"], _tar(files)
+        done = await box.exec(words, env=env, cwd=prepared.workdir, stdin=stdin, timeout=limit)
         await box.kill()
         if prepared.whole:
             run = await _verify_left(prepared, box, config, limit)

@@ -1,0 +1,62 @@
+"""Harbor task folders of the tests' own, and agents that are one shell script."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from polar_env.config import SandboxConfig
+from polar_env.grade import grading
+from polar_env.grade import patch as patches
+from polar_env.grade.trial import box_of
+from polar_env.sandbox.sandbox import open_sandbox
+from polar_env.tasks import Prepared, rows
+from polar_env.tasks.prepare import prepare
+from polar_env.verdict import Verdict
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "harbor"
+
+LOCAL = '[metadata.polar]\npolar_source = { kind = "local" }\n[environment]\nworkdir = "/app"\n'
+"""A task.toml for this machine's own tools."""
+
+ANSWERED = "#!/bin/bash\nif ./answer > /tmp/said && grep -qx 42 /tmp/said; then reward=1; else reward=0; fi\n"
+ANSWERED += "echo $reward > /logs/verifier/reward.txt\n"
+"""A verifier that runs a program of the agent's."""
+ANSWER = "printf '#!/bin/bash\\necho 42\\n' > answer; chmod +x answer"
+
+
+def folder(place: Path, toml: str = LOCAL, **files: str) -> Path:
+    """A task folder; ``files`` are named with ``__`` for ``/`` and ``_sh`` for ``.sh``; an empty one is left out."""
+    every: Mapping[str, str] = {
+        "instruction_md": "Do it.\n",
+        "tests__test_sh": ANSWERED,
+        "solution__solve_sh": f"#!/bin/bash\n{ANSWER}\n",
+        **files,
+    }
+    for name, text in {"task.toml": toml, **every}.items():
+        path = place / name.replace("__", "/").replace("_sh", ".sh").replace("_md", ".md")
+        if text or name == "task.toml":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+    return place
+
+
+async def prepared(place: Path, store: Path, config: SandboxConfig | None = None, **row: str) -> Prepared:
+    """The folder's task, ready to run; ``row`` holds what a dataset row says of it."""
+    task = rows.task_of({**rows.load(str(place))[0].row, **row})
+    return await prepare(task, store, sandbox=config or SandboxConfig())
+
+
+async def graded(
+    ready: Prepared,
+    script: str,
+    config: SandboxConfig | None = None,
+    timeout: float = 60.0,  # noqa: ASYNC109 - a budget
+) -> Verdict:
+    """What an agent earns that runs ``script`` in the task's sandbox and is killed."""
+    config = config or SandboxConfig()
+    async with open_sandbox(box_of(ready, config), config) as left:
+        baseline = await patches.snapshot(left, ready.workdir) if ready.by_snapshot else None
+        await left.exec(["bash", "-c", script], timeout=60)
+        await left.kill()
+        patch = b"" if ready.repo is None and baseline is None else await patches.extract(left, ready, baseline)
+        return await grading.grade(ready, patch, left, sandbox=config, timeout=timeout)
