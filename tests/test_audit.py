@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from polar_env.grade import audit
 from polar_env.grade.audit import Changes, Watch, unlike
 from polar_env.sandbox import Overlay
 from polar_env.sandbox.sandbox import open_sandbox
@@ -122,8 +123,25 @@ INSTALLING = {
     ),
     "a folder of the patch under another name": ("mv odd pytest", "/testbed/pytest/"),
     "a file of the patch under another name": ("mv odd/conf.py odd/conftest.py", "/testbed/odd/conftest.py"),
+    "a pipe that nobody writes to": (f"mkfifo {ENV_PREFIX}/zz.pth", f"{ENV_PREFIX}/zz.pth"),
+    "more start-up files than an argument list holds": (
+        f"cd {ENV_PREFIX} && name=$(printf %0200d 0) && for i in $(seq 9000); do echo > $name$i.pth; done",
+        f"{ENV_PREFIX}/{'0' * 200}9000.pth",
+    ),
     "a compiled file": (f"echo x > {ENV_PREFIX}/__pycache__/six.pyc", f"{ENV_PREFIX}/__pycache__/six.pyc"),
 }
+
+
+async def test_what_cannot_all_be_looked_at_is_as_bad_as_what_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_LIMIT", 4096)
+    repo = git_repo(tmp_path / "repo", {"code.py": b"x = 1\n"}, {})
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        watch = await Watch.begin(sandbox)
+        many = "mkdir -p build && cd build && name=$(printf %0200d 0) && for i in $(seq 30); do echo > $name$i; done"
+        assert (await sandbox.exec(["bash", "-ec", many], timeout=30)).code == 0
+        assert unlike(await watch.changes(), RIGHT) == ["more than can be looked at"]
 
 
 @pytest.mark.parametrize("what", INSTALLING)

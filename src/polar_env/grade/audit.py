@@ -42,7 +42,18 @@ find /tmp /var/tmp /dev/shm -mindepth 1 -delete 2>/dev/null; true
 """What changed on every filesystem that can be written to. A folder that its owner closed is opened before it is read.
 Compiled files that changed are removed, for one can run in place of a source that did not change, and the others stay.
 The temporary folders are emptied: nothing lies in wait."""
-_CONTENTS = r'for path do printf "%s\0" "$path"; head -c 65536 -- "$path" | tr -d "\0"; printf "\0"; done'
+_CONTENTS = r"""
+for path do
+    printf '%s\0' "$path"
+    if [ -f "$path" ]; then head -c 65536 -- "$path" | tr -d '\0'; fi
+    printf '\0'
+done
+"""
+_LIMIT = 64 * 1024 * 1024
+_MOST = 300
+"""How many files are read. One more changes nothing: none of them is the right fix's."""
+_UNSEEN = "more than can be looked at"
+"""Stands for files when looking took too long or gave too much. It worked before, so what was installed is to blame."""
 
 _PLACES = (WORKDIR, ENV_PREFIX)
 _EDITABLE = re.compile(r"(__editable__+[^/\s]*?)[-_]\d[\w.+-]*?(?=_finder\b|\.pth\b)")
@@ -86,17 +97,22 @@ class Watch:
 
     @classmethod
     async def begin(cls, sandbox: Sandbox) -> "Watch":
-        since, pids, folders = (await _sh(sandbox, _BEFORE, *_PLACES)).split(b"\n", 2)
+        told, whole = await _look(sandbox, _BEFORE, *_PLACES)
+        if not whole:
+            raise SandboxError(f"looking at the sandbox before anything was installed: {told[-300:]!r}")
+        since, pids, folders = told.split(b"\n", 2)
         return cls(sandbox, since.decode(), frozenset(pids.decode().split()), frozenset(_words(folders)))
 
     async def changes(self) -> Changes:
         left = await self._left()
         await self.sandbox.kill()
-        files = set(_words(await _sh(self.sandbox, _CHANGED, self.since, *_PLACES))) - self.folders
-        speaking = sorted(path for path in files if _SPEAKING.search(path))
-        read = _words(await _sh(self.sandbox, _CONTENTS, *speaking)) if speaking else []
-        contents = frozenset(zip(read[::2], read[1::2], strict=False))
-        return Changes(frozenset(files), contents, left)
+        told, whole = await _look(self.sandbox, _CHANGED, self.since, *_PLACES)
+        files = set(_words(told)) - self.folders
+        speaking = sorted(path for path in files if _SPEAKING.search(path))[:_MOST]
+        told, read = await _look(self.sandbox, _CONTENTS, *speaking) if speaking else (b"", True)
+        texts = _words(told)
+        unseen = frozenset[str]() if whole and read else frozenset({_UNSEEN})
+        return Changes(unseen | files, frozenset(zip(texts[::2], texts[1::2], strict=False)), left)
 
     async def _left(self) -> int:
         """How many processes are there that were not. One that shoots the question has given itself away."""
@@ -110,11 +126,10 @@ def outside(script: str, *words: str) -> list[str]:
     return ["/bin/sh", "-c", f"{_TOOLS}\n{script}", "polar", *words]
 
 
-async def _sh(sandbox: Sandbox, script: str, *words: str) -> bytes:
-    done = await sandbox.exec(outside(script, *words), cwd="/", timeout=_TIMEOUT)
-    if done.code != 0:
-        raise SandboxError(f"looking at the sandbox: {done.stderr.decode('utf-8', 'replace').strip()[-300:]}")
-    return done.stdout
+async def _look(sandbox: Sandbox, script: str, *words: str) -> tuple[bytes, bool]:
+    """What a script of ours prints, and whether that is all of it."""
+    done = await sandbox.exec(outside(script, *words), cwd="/", timeout=_TIMEOUT, output_limit=_LIMIT)
+    return done.stdout, done.code == 0 and len(done.stdout) < _LIMIT
 
 
 def _words(data: bytes) -> list[str]:
