@@ -27,7 +27,7 @@ TABLE = (
     # Level 1: configuration, and the pure middle of the line.
     Row("config", 1, FACTS),
     Row("prefix", 1),
-    Row("frames", 1),
+    Row("frames", 1, FACTS),
     Row("conversation", 1, FACTS),
     Row("records", 1, (*FACTS, "prefix")),
     Row("segment_log", 1, (*FACTS, "frames", "conversation", "records")),

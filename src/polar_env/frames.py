@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from polar_env import fast_json
+
 MAGIC = b"PLR1"
 PREFIX = struct.Struct("<4sBIII")
 """Magic, kind, header bytes, body bytes, CRC32 of header and body; a CRC32 of these 17 bytes follows."""
@@ -74,7 +76,7 @@ def _decode_frame(data: bytes, at: int) -> tuple[Frame | Damage, int]:
     header = data[start:middle]
     try:
         text = header if header.startswith(b"{") else zlib.decompress(header)
-        return Frame(FrameKind(kind), json.loads(text), data[middle:end]), end
+        return Frame(FrameKind(kind), fast_json.read(text), data[middle:end]), end
     except (zlib.error, ValueError):  # its checksums are right, so it was written so
         return Damage.CORRUPT, end
 
