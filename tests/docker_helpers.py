@@ -28,6 +28,7 @@ PACKAGES = ("docker.io", "containerd", "runc", "tini")
 STARTED = 30.0
 """Seconds until the engine answers; one is usual."""
 _CACHE = "POLAR_CACHE"
+_PYTHON, _LIBRARY = "/usr/bin/python3", "import sysconfig; print(sysconfig.get_path('stdlib'))"
 
 
 class NoDockerError(Exception):
@@ -140,9 +141,14 @@ def _groups_of_our_own(name: str) -> Generator[str]:
                     group.rmdir()
 
 
-def import_image(client: Mapping[str, str], image: str = IMAGE, extra: Sequence[str] = ()) -> None:
-    """Make ``image`` of TOOLS in the engine."""
+def import_image(client: Mapping[str, str], image: str = IMAGE, *, python: bool = False) -> None:
+    """Make ``image`` of TOOLS in the engine; with ``python`` also of this system's own, without what was installed."""
     with tempfile.TemporaryDirectory(prefix="polar-root-") as name:
-        root = root_of_tools(Path(name), extra)
+        root = root_of_tools(Path(name), ("python3",) if python else ())
+        if python:
+            asked = subprocess.run([_PYTHON, "-c", _LIBRARY], capture_output=True, text=True, check=True)
+            library = Path(asked.stdout.strip())
+            skipped = shutil.ignore_patterns("__pycache__", "*-packages", "test", "idlelib", "ensurepip", "config-*")
+            shutil.copytree(library, root / library.relative_to("/"), ignore=skipped, symlinks=True)
         with subprocess.Popen(["tar", "-C", os.fspath(root), "-c", "."], stdout=subprocess.PIPE) as tar:
             docker(client, "import", "-", image, stdin=tar.stdout).check_returncode()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polar_env.config import SandboxConfig
+from polar_env.engine.scripts import Scene, Turn
 from polar_env.grade import grading
 from polar_env.grade import patch as patches
 from polar_env.grade.trial import box_of
@@ -60,3 +61,31 @@ async def graded(
         await left.kill()
         patch = b"" if ready.repo is None and baseline is None else await patches.extract(left, ready, baseline)
         return await grading.grade(ready, patch, left, sandbox=config, timeout=timeout)
+
+
+# --- scripts of the scripted engine -------------------------------------------------------------------------------
+
+
+def solves(scene: Scene) -> Turn:
+    return _runs(scene, (EXAMPLES / "word-count" / "solution" / "solve.sh").read_text())
+
+
+def idles(scene: Scene) -> Turn:
+    return _runs(scene, "ls -la")
+
+
+def plants(scene: Scene) -> Turn:
+    """The reward and the verifier, and a process that goes on writing them."""
+    write = "echo 1 > /logs/verifier/reward.txt; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh"
+    again = f'(setsid sh -c "while sleep 0.1; do {write}; done" >/dev/null 2>&1 &)'
+    return _runs(scene, f"mkdir -p /logs/verifier /tests; {again}; {write}")
+
+
+def tunes(scene: Scene) -> Turn:
+    """A result that is not in the work tree."""
+    return _runs(scene, "mkdir -p /etc/app && echo level=3 > /etc/app/conf")
+
+
+def _runs(scene: Scene, command: str) -> Turn:
+    """One command, then the end."""
+    return scene.finish("Done.") if scene.step else Turn("", (scene.shell(command),))
