@@ -12,6 +12,7 @@ plays whole rollouts instead (example agent, scripted engine, sandbox, grading).
 - CPU: processor time of the process per row, the client's share too
 - queue: the longest wait for a slot
 - RSS: of the process before, after and at its highest, MiB; rounds after the first show what stays
+- below: the highest RSS of the processes it started (sandboxes, agents, tests) together, MiB, looked at every second
 """
 
 import argparse
@@ -20,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +43,7 @@ from gym_helpers import Gated, configured, row
 from gym_server_helpers import agent, built, resources, serving
 from rollout_helpers import settings
 
-HEAD = "round   rows   lost  twice   add p50   add p99      CPU     queue     wall   RSS before   after    peak"
+HEAD = "round   rows   lost  twice   add p50   add p99      CPU     queue     wall   RSS before   after    peak   below"
 
 
 class Holding(Gated):
@@ -97,8 +98,9 @@ async def measured(port: int, rows: int, first: int) -> str:
     process = psutil.Process()
     forget_peak()
     before, started, used = process.memory_info().rss, time.perf_counter(), time.process_time()
-    connections = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connections) as client, asyncio.TaskGroup() as group:
+    connections, highest = aiohttp.TCPConnector(limit=0), [0.0]
+    client = aiohttp.ClientSession(connector=connections)
+    async with client, watched(process, highest), asyncio.TaskGroup() as group:
         tasks = [group.create_task(answered(client, port, first + index)) for index in range(rows)]
     wall, used, after = time.perf_counter() - started, time.process_time() - used, process.memory_info().rss
     valid = [answer for answer in (task.result() for task in tasks) if answer.valid]
@@ -108,8 +110,31 @@ async def measured(port: int, rows: int, first: int) -> str:
     return (
         f"{rows:6} {rows - len(valid):6} {len(valid) - len(sessions):6} {1e3 * quantile(added, 0.5):6.0f} ms "
         f"{1e3 * quantile(added, 0.99):6.0f} ms {1e3 * used / rows:5.1f} ms {queue:7.1f} s {wall:6.1f} s "
-        f"{before / 2**20:12.0f} {after / 2**20:7.0f} {peak():7.0f}"
+        f"{before / 2**20:12.0f} {after / 2**20:7.0f} {peak():7.0f} {max(highest):7.0f}"
     )
+
+
+@asynccontextmanager
+async def watched(process: psutil.Process, highest: list[float]) -> AsyncGenerator[None]:
+    """Keep the MiB that the processes below this one hold together, once a second."""
+
+    async def watch() -> None:
+        while True:
+            highest.append(await asyncio.to_thread(held_below, process))
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        yield
+        watching.cancel()
+
+
+def held_below(process: psutil.Process) -> float:
+    held = 0
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            held += child.memory_info().rss
+    return held / 2**20
 
 
 def quantile(ordered: list[float], share: float) -> float:
