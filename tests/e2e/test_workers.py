@@ -22,7 +22,7 @@ from polar_env.gym.workers import Fleet
 from polar_env.tasks import rows as task_rows
 from rollout_helpers import adopting, below_us, settings, settled
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
 TASKS = [task.task_id for task in task_rows.load("embedded")]
 
@@ -84,13 +84,16 @@ def workers_running() -> dict[int, int]:
     return found
 
 
-async def both_busy() -> dict[int, int]:
-    """Poll: other processes cannot tell this one that they are at work."""
-    async with asyncio.timeout(60):
+async def busiest() -> int:
+    """The pid of the worker with most sandboxes, once one has any; poll, as other processes cannot tell this one.
+
+    Not one of two that have: on a busy machine a node may have played all its rows before the other's worker is up.
+    """
+    async with asyncio.timeout(150):
         while True:
             found = await asyncio.to_thread(workers_running)
-            if len(found) == 2 and all(found.values()):
-                return found
+            if any(found.values()):
+                return max(found, key=lambda pid: found[pid])
             await asyncio.sleep(0.05)
 
 
@@ -100,8 +103,7 @@ async def test_a_worker_killed_mid_run_loses_no_row_and_doubles_none(cluster: Cl
         rows = [posted(task, index) for task in TASKS for index in range(4)]
         async with asyncio.TaskGroup() as group:
             playing = [group.create_task(environment.run(row)) for row in rows]
-            busy = await both_busy()
-            os.kill(min(busy), signal.SIGKILL)
+            os.kill(await busiest(), signal.SIGKILL)
     answers = [task.result() for task in playing]
     assert [contract.violations(answer) for answer in answers] == [[]] * len(rows)
     assert [answer["reward"] for answer in answers] == [1.0] * len(rows), Counter(a["polar"]["detail"] for a in answers)
