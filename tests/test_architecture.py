@@ -140,6 +140,7 @@ TABLE = (
     Row("gym.groups", 6, (*FACTS, "config")),
     Row("gym.flights", 6, (*FACTS, "proxy.session", "gym.groups")),
     Row("gym.orders", 6, (*FACTS, "proxy.control", "gym.groups", "gym.flights")),
+    Row("gym.revive", 6, (*FACTS, "config", "segment_log", "trajectory", "gym", "gym.rows")),
     Row(
         "gym.environment",
         6,
@@ -152,6 +153,7 @@ TABLE = (
             "rollout",
             "proxy.control",
             "gym",
+            "gym.revive",
             "gym.rows",
             "gym.contract",
             "gym.metrics",

@@ -140,10 +140,13 @@ NeMo Gym, and the command line goes through the same two.
         swebench.py          a patch becomes a verdict
         results.py           what other rows' tests printed, and what it decides. Pure
         report.py            the worker process around the swebench package
-        harbor.py            a task folder's own verifier, and the reward it writes
+        harbor.py            a task folder: what its agent left becomes a verdict
+        verifier.py          one run of its own verifier, and the reward that wrote
+        tools.py             what an agent changed of the tools that its verifier will run. Pure
       gym/                   the only door to NeMo Gym
         environment.py       rollouts for a server: engine, proxy and queue; a valid row for every row
         rows.py              a finished rollout -> the row NeMo-RL trains on. Pure
+        revive.py            a masked row made again of its session's log, once a verdict lets it train
         items.py             a model call as the output items of a row. Pure
         contract.py          NeMo-RL's rules for a row, as a gate. Pure
         flights.py           rollouts under way: joined, given up, cancelled, hurried

@@ -141,16 +141,15 @@ async def _rollout(
             await _live(job, harness, session, proxy, config, ending)
         finally:
             sealed = await asyncio.shield(session.close())
-    if session.hold.seconds:
-        ending.seconds["held"] = session.hold.seconds
-    outcome, detail = _outcome(ending, session, sealed, harness)
-    failed = outcome in INFRASTRUCTURE
+    ending.seconds |= {"held": session.hold.seconds} if session.hold.seconds else {}
+    ended, detail = _outcome(ending, session, sealed, harness)
+    failed = ended in INFRASTRUCTURE
     _judge_age(ending, sealed, proxy, config, failed)
     ungraded = failed or job.prepared is not None or isinstance(ending.error, StalePolicy)
     verdict = None if ungraded else ending.verdict or await _grade(ending, config)
     _judge_age(ending, sealed, proxy, config, failed)  # grading takes minutes: weights may have changed again
-    if ending.error is not None:  # also one that came with the grading
-        outcome, detail = ending.error.outcome, str(ending.error)
+    late = ending.error  # also one that came with the grading
+    outcome, detail = (ended, detail) if late is None else (late.outcome, str(late))
     decision = decide(outcome, verdict, sealed.complete, config.reward)
     result = RolloutResult(
         task_id=job.task.task_id,
@@ -166,6 +165,7 @@ async def _rollout(
         seconds=ending.seconds,
         ages={name: proxy.fence.versions.age(name) for name in _versions(sealed.records)},
         stale=ending.stale,
+        ended=ended,
     )
     if outcome is not Outcome.COMPLETED:
         with suppress(CaptureError):  # a full disk must not cost the result as well

@@ -381,3 +381,5 @@ class RolloutResult:
     """Name of each policy version that sampled -> how many updates it was behind when the rollout ended."""
     stale: str = ""
     """Why it is older than ``engine.max_policy_age`` allows; empty when it is not."""
+    ended: Outcome | None = None
+    """How the agent ended, where ``outcome`` names a failure that came after it."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from census import census
 from engine_helpers import Answer, Step, VllmServer
 from polar_env.capture import rebuild
 from polar_env.cli import main
-from polar_env.config import override
+from polar_env.config import RewardConfig, override
 from polar_env.gym import contract
 from polar_env.gym.environment import PolarEnvironment
+from polar_env.reward import decide
 from polar_env.rollout import open_proxy, rollout
-from polar_env.types import HoleKind, Outcome
+from polar_env.types import HoleKind, Outcome, RolloutResult
 from polar_env.verdict import VerdictStatus
 from rollout_helpers import (
     AGENT,
@@ -89,17 +91,34 @@ async def test_a_policy_that_does_not_fix_it_earns_a_zero_that_trains(tmp_path: 
 
 async def test_a_patch_that_does_not_apply_is_a_zero_that_trains_when_it_is_graded_again(tmp_path: Path):
     config = await settings(tmp_path)
-    row = delivered(await roll(config))
+    result = await roll(config)
+    row = delivered(result)
     stale = base64.b64decode(row["polar"]["patch"]).replace(b".py", b"_of_another_time.py")
     async with PolarEnvironment(config).opened() as environment:
         same = await environment.regrade(row)
         broken = await environment.regrade(with_patch(row, stale))
         empty = await environment.regrade(with_patch(row, b""))
+        revived = await environment.regrade(row_whose_grading_failed(result))
+    assert rewarded(revived) == rewarded(row), "its tokens are in its session's log"
     assert (same["reward"], same["mask_sample"], same["resolved"]) == (row["reward"], row["mask_sample"], True)
     for graded in (broken, empty):
         assert (graded["reward"], graded["mask_sample"], graded["resolved"]) == (0.0, False, False)
         assert graded["polar"]["verdict"]["status"] != "resolved"
         assert contract.violations({**row, **graded}) == []
+
+
+def row_whose_grading_failed(result: RolloutResult) -> dict:
+    decision = decide(Outcome.GRADE_ERROR, None, complete=True, config=RewardConfig())
+    lost = replace(result, outcome=Outcome.GRADE_ERROR, verdict=None, decision=decision)
+    row = delivered(lost)
+    assert (row["mask_sample"], row["trainable_tokens"]) == (True, 0.0)
+    return row
+
+
+def rewarded(row: dict) -> dict:
+    """A row without what differs from one grading to the next."""
+    polar = {key: value for key, value in row["polar"].items() if key != "verdict"}
+    return {**row, "polar": polar}
 
 
 def with_patch(row: dict, patch: bytes) -> dict:

@@ -274,6 +274,7 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "harness": result.harness,
         "session_id": result.ledger.session_id,
         "outcome": result.outcome.value,
+        "ended": (result.ended or result.outcome).value,
         "detail": clean(result.detail),
         "masked_reason": clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
         "verdict": None if result.verdict is None else told(result.verdict),
