@@ -20,7 +20,7 @@ from polar_env.config import PolarConfig
 from polar_env.engine import Engine
 from polar_env.errors import ConfigError, PolarError, SandboxError, boundary
 from polar_env.grade.grading import grade
-from polar_env.gym import orders, rows
+from polar_env.gym import orders, revive, rows
 from polar_env.gym.contract import ContractError
 from polar_env.gym.flights import Flight, Flights
 from polar_env.gym.groups import Chosen, Rest, Stragglers, place_of
@@ -34,7 +34,7 @@ from polar_env.tasks import Task
 from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
-from polar_env.types import Outcome, RolloutResult, Sampling, SealedLedger
+from polar_env.types import RolloutResult, Sampling, SealedLedger
 from polar_env.verdict import VerdictStatus
 
 log = logging.getLogger(__name__)
@@ -185,21 +185,26 @@ class PolarEnvironment:
         Raises:
             ConfigError: the row names no known task or carries no patch.
             GradeError: the grader failed; the row's reward is as it was.
+            CaptureError: the row was masked, this verdict would train it, and its tokens are not to be had: they are
+                read from its session's log in ``store.sessions``.
         """
         polar = _mapping(row, "polar")
         if not isinstance(polar.get("patch"), str):
             raise ConfigError("this row has no polar.patch: only rows written by polar_env can be graded again")
         with boundary(ConfigError, "reading the row's polar.outcome and polar.patch"):
-            outcome, patch = Outcome(polar["outcome"]), base64.b64decode(polar["patch"], validate=True)
+            outcome, patch = revive.ended(polar), base64.b64decode(polar["patch"], validate=True)
         prepared = await prepare(
             await self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
         )
         verdict = await grade(prepared, patch, sandbox=self.config.sandbox, timeout=self.config.budget.grade)
-        # A row that was masked holds a placeholder token: no verdict makes that fit to train on. One without token ids
-        # is masked for that alone, and its reward is what an evaluation and `polar export --format sft` go by.
+        # A row without token ids is masked for that alone, and its reward is what an evaluation and `polar export
+        # --format sft` go by. Any other that was masked holds a placeholder token, which no verdict makes fit to train.
         text = bool(row.get("text_only"))
-        fit = text or (bool(row.get("trainable_tokens")) and not row.get("mask_sample"))
-        decision = decide(outcome, verdict, bool(polar.get("complete")) and fit, self.config.reward)
+        decision = decide(outcome, verdict, bool(polar.get("complete")), self.config.reward)
+        if not (decision.masked or text or (row.get("trainable_tokens") and not row.get("mask_sample"))):
+            sessions = self.config.store.sessions.expanduser()
+            made = await asyncio.to_thread(revive.revived, row, outcome, verdict, decision, sessions)
+            return made | {"resolved": verdict.status is VerdictStatus.RESOLVED}
         masked = decision.masked or text
         return {
             "reward": decision.reward,
