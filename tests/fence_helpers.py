@@ -19,3 +19,8 @@ async def _until(stands) -> None:
     async with asyncio.timeout(60):
         while not stands():  # noqa: ASYNC110 - a fence tells its trainer of what ends, and nobody of what begins
             await asyncio.sleep(0.001)
+
+
+async def until_lapsed(fence: Fence) -> None:
+    """Let the loop run until the pause has lapsed."""
+    await _until(lambda: fence.state.lapsed)

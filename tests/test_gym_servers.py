@@ -132,6 +132,28 @@ async def test_a_rollout_the_agent_gave_up_is_cancelled_after_the_grace(
     assert "hard_timeout" in masked(json.loads(content))
 
 
+async def test_a_client_that_drops_its_run_ends_that_rollout_and_no_other(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From its connection to the agent, over the agent's own to the server, to the rollout."""
+    monkeypatch.setattr(environment_module.PolarEnvironment.__init__, "__defaults__", (0.05, None))
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(VllmServer().run())
+        server = resources(configured(tmp_path, engine.url).model_dump(mode="json"))
+        port = await stack.enter_async_context(serving(built(server)))
+        ours = await stack.enter_async_context(serving(built(agent(port))))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        drops, stays = (group.create_task(post(ours, "/run", row(index))) for index in range(2))
+        await stage.until(2)
+        drops.cancel()
+        await asyncio.wait_for(stage.cancelled.wait(), 10)
+        assert not stays.done()
+        stage.gate.set()
+        status, content = await stays
+    assert (status, "no CLI" in masked(json.loads(content))) == (200, True)
+    assert 'outcome="cancelled",trained="false"} 1.0' in server._environment.metrics.text().decode()
+
+
 async def test_the_agent_has_no_single_turn():
     async with serving(built(agent(1))) as ours:
         status, content = await post(ours, "/v1/responses", {"input": "hello"})

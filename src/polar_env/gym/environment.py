@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -61,7 +61,7 @@ class PolarEnvironment:
         """``elsewhere`` runs the rollouts (workers of a cluster); without it they run here."""
         self.config = config
         self._elsewhere = elsewhere
-        self._flights = Flights(repost_grace)
+        self._flights = Flights(repost_grace, self._ended)
         self._stragglers = Stragglers(config.stragglers)
         self._engine: Engine = make_engine(config)
         self._proxy = ProxyServer(self._engine, config.proxy, updates=config.engine)
@@ -80,6 +80,7 @@ class PolarEnvironment:
         """
         capacity.open_files(self.config.concurrency if self._elsewhere is None else 0)
         capacity.settle()
+        capacity.threads(self.config.concurrency)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
             await stack.enter_async_context(self._proxy)
@@ -97,7 +98,7 @@ class PolarEnvironment:
         """
         place = place_of(row, _task_id(row), _harness(row, self.config))
         try:
-            return await self._flights.join(_key(row), place, lambda flight: self._counted(row, flight))
+            return await self._flights.join(_key(row), place, lambda flight: self._begin(row, flight))
         except PolarError as error:
             return placeholder(row, error, self.config)
 
@@ -111,15 +112,17 @@ class PolarEnvironment:
             return await self._elsewhere.order(method, path, raw)
         return await control.answer(self._proxy.fence, method, path, raw)
 
-    async def _counted(self, row: Mapping[str, Any], flight: Flight) -> dict[str, Any]:
-        """Play a row, count it, and tell the rest of its group when it was one of the last."""
-        self._hurry(self._stragglers.began(flight.key, flight.place))
-        answer: dict[str, Any] = {}
-        try:
-            with self.metrics.running():
-                answer = await self._played(row, flight)
-        finally:
-            self._hurry(self._stragglers.ended(flight.key, flight.place, answer))
+    def _begin(self, row: Mapping[str, Any], flight: Flight) -> Coroutine[Any, Any, dict[str, Any]]:
+        return self._counted(row, flight, self._stragglers.began(flight.key, flight.place))
+
+    def _ended(self, flight: Flight, answer: Mapping[str, Any]) -> None:
+        self._hurry(self._stragglers.ended(flight.key, flight.place, answer))
+
+    async def _counted(self, row: Mapping[str, Any], flight: Flight, rest: Rest | None) -> dict[str, Any]:
+        """Play a row and count it. ``rest``: its group has nearly finished already."""
+        self._hurry(rest)
+        with self.metrics.running():
+            answer = await self._played(row, flight)
         try:
             self.metrics.observe(answer)
         except Exception:  # a number that cannot be counted must not cost the row, or the other rollouts

@@ -80,15 +80,20 @@ class Flight:
 
 
 Play = Callable[[Flight], Coroutine[Any, Any, dict[str, Any]]]
-"""Plays a rollout to its row. When its flight is cancelled for a ``reason`` it tears down and answers with that."""
+"""Plays a rollout to its row. When its flight is cancelled for a ``reason`` it tears down and answers with that. Called
+when the row is posted; the coroutine runs a moment later, and not at all when it is cancelled before."""
+
+Ended = Callable[[Flight, dict[str, Any]], None]
+"""Told of every rollout that is over, however: its row, empty when there is none."""
 
 
 class Flights:
     """All rollouts of a server. Use as ``async with Flights(grace).opened() as flights``."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, ended: Ended = lambda _, __: None) -> None:
         """``grace``: seconds a rollout outlives the last connection that waited for it."""
         self._grace = grace
+        self._ended = ended
         self._flights: dict[str, Flight] = {}
         self._group: asyncio.TaskGroup | None = None
 
@@ -172,6 +177,7 @@ class Flights:
         if self._group is None:
             raise ClosedError("the server is not open: it is starting or ending")
         flight.task = self._group.create_task(play(flight))
+        flight.task.add_done_callback(lambda task: self._ended(flight, _row_of(task)))
         self._flights[flight.key] = flight
         return flight
 
@@ -186,6 +192,10 @@ class Flights:
         """A row posted after its answer was delivered is a new rollout."""
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
+
+
+def _row_of(task: "asyncio.Task[dict[str, Any]]") -> dict[str, Any]:
+    return {} if task.cancelled() or task.exception() is not None else task.result()
 
 
 def _is_cancelled() -> bool:

@@ -13,13 +13,16 @@ wait for a node, or whose node was lost.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from polar_env.errors import BadRequest, GroupTimeout, Straggler
+from polar_env.errors import BadRequest, GroupTimeout, PolarError, Straggler
 from polar_env.gym.flights import Flights
 from polar_env.gym.groups import Rest, chosen
 from polar_env.proxy.control import fields_of
+
+log = logging.getLogger(__name__)
 
 ORDERS = {"GET /control/rollouts": "rollouts", "POST /control/cancel": "cancel", "POST /control/hurry": "hurry"}
 
@@ -62,7 +65,10 @@ async def hurry_elsewhere(rest: Rest, elsewhere: Obeys) -> None:
     """Tell the workers that the rest of a group has to come to an end."""
     then = "grade" if isinstance(rest.error, GroupTimeout) else "mask"
     told = {"keys": sorted(rest.keys), "seconds": rest.seconds, "then": then, "why": str(rest.error)}
-    await elsewhere.order("POST", "/control/hurry", json.dumps(told).encode())
+    try:
+        await elsewhere.order("POST", "/control/hurry", json.dumps(told).encode())
+    except (PolarError, RuntimeError, OSError, ExceptionGroup):  # a hint that is lost must not end the server
+        log.exception("hurrying the rest of a group")
 
 
 async def _passed_on(order: str, raw: bytes, elsewhere: Obeys | None) -> tuple[int, Entries]:
