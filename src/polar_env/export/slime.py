@@ -28,6 +28,7 @@ STATUS: Mapping[Outcome, str] = {
     Outcome.AGENT_TIMEOUT: "truncated",
     Outcome.TURN_LIMIT: "truncated",
     Outcome.CONTEXT_OVERFLOW: "truncated",
+    Outcome.GROUP_TIMEOUT: "truncated",
     Outcome.AGENT_ERROR: "failed",
 }
 """The endings that may train -> ``Sample.Status``."""
