@@ -12,32 +12,32 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 from nemo_gym.token_id_capture.builder import run_builder
 from nemo_gym.token_id_capture.records import ParentResolutionStatus, TokenEntry, stamp_lineage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from trajectory_helpers import SESSION, long_calls
+from trajectory_helpers import SESSION, long_session
 
 
 def entries(turns: int, tokens: int) -> Iterator[TokenEntry]:
-    """The session's calls as its token-id capture keeps them."""
-    calls = (
-        TokenEntry(
+    """The session's calls as its token-id capture keeps them, but for the integers, which they share: read from JSON,
+    each prompt has its own, 36 bytes a token (the builder takes as long)."""
+    records = long_session(turns, tokens)
+    whole, parent = [*records[-1].prompt_ids, *records[-1].sampled_ids], None
+    for record in records:
+        prompt = len(record.prompt_ids)
+        entry = TokenEntry(
             rollout_id=SESSION,
             model_call_id=record.call_id,
-            prompt_token_ids=record.prompt_ids.tolist(),
-            generation_token_ids=record.sampled_ids.tolist(),
+            prompt_token_ids=whole[:prompt],
+            generation_token_ids=whole[prompt : prompt + len(record.sampled_ids)],
             generation_log_probs=record.log_probs.tolist(),
         )
-        for record in long_calls(turns, tokens)
-    )
-    root = next(calls)
-    yield stamp_lineage(root, None, parent_resolution=ParentResolutionStatus.ROOT)
-    for parent, call in pairwise((root, *calls)):
-        yield stamp_lineage(call, parent.model_call_id, parent_resolution=ParentResolutionStatus.RESOLVED)
+        status = ParentResolutionStatus.RESOLVED if parent else ParentResolutionStatus.ROOT
+        yield stamp_lineage(entry, parent, parent_resolution=status)
+        parent = record.call_id
 
 
 def main() -> None:
