@@ -99,7 +99,7 @@ async def measured(port: int, rows: int, first: int) -> str:
     forget_peak()
     before, started, used = process.memory_info().rss, time.perf_counter(), time.process_time()
     connections, highest = aiohttp.TCPConnector(limit=0), [0.0]
-    client = aiohttp.ClientSession(connector=connections)
+    client = aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None))  # as NeMo-RL's
     async with client, watched(process, highest), asyncio.TaskGroup() as group:
         tasks = [group.create_task(answered(client, port, first + index)) for index in range(rows)]
     wall, used, after = time.perf_counter() - started, time.process_time() - used, process.memory_info().rss

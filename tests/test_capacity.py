@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from threading import Event
 
 import aiohttp
 import pytest
@@ -74,6 +75,23 @@ def test_what_is_loaded_is_left_out_of_collections_once_and_what_comes_later_is_
     assert gc.get_freeze_count() == loaded
     gc.collect()
     assert lost() is None
+
+
+# --- threads ------------------------------------------------------------------------------------------------------
+
+
+async def test_rollouts_that_wait_in_threads_do_not_hold_up_a_name_that_is_looked_up(tmp_path: Path):
+    """As many waits as there are rollouts; Python's own pool would be full after four more than the processors."""
+    over = Event()
+    environment = PolarEnvironment(configured(tmp_path, "http://127.0.0.1:9", concurrency=120))
+    async with environment.opened(), asyncio.TaskGroup() as group:
+        for _ in range(119):
+            group.create_task(asyncio.to_thread(over.wait, 30))
+        found = await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+        waited = over.is_set()
+        over.set()
+    assert found
+    assert not waited
 
 
 # --- hundreds of sessions -----------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""What one process can hold: open files up to what the machine allows, and what is loaded kept out of collections."""
+"""What one process can hold: open files as many as the machine allows, threads, and what no collection looks at."""
 
+import asyncio
 import gc
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 from polar_env.errors import ConfigError
 
@@ -10,6 +12,9 @@ FILES_EACH = 30
 
 FILES_BESIDE = 300
 """Descriptors of the process itself: libraries, listeners, connections that wait for a rollout to begin."""
+
+THREADS = (32, 256)
+"""Fewest and most threads that wait for files, processes and names (``asyncio.to_thread``)."""
 
 _settled = False
 
@@ -48,3 +53,14 @@ def settle() -> None:
         _settled = True
         gc.collect()
         gc.freeze()
+
+
+def threads(rollouts: int) -> None:
+    """Give the running loop a thread for each of so many rollouts' waits.
+
+    Python's own pool has four more than there are processors. A few rollouts that copy an environment or wait for a
+    killed sandbox then hold up the model calls of all: to look up the engine's name takes a thread of the same pool.
+    """
+    fewest, most = THREADS
+    pool = ThreadPoolExecutor(min(most, max(fewest, rollouts)), thread_name_prefix="polar")
+    asyncio.get_running_loop().set_default_executor(pool)
