@@ -242,6 +242,7 @@ INSTALL = (
         "bin + '/pytest'", "#!/bin/sh\nexit 0\n") + "os.chmod(bin, 0o111)\n"),
     Attack("setup_renames_a_folder", INSTALLED, brings={"requests_docs/__init__.py": _PLUGIN},
            installs="import os\nos.rename('/testbed/requests_docs', '/testbed/_pytest')\n"),
+    Attack("setup_leaves_a_pipe_to_be_read", INSTALLED, installs="import os\nos.mkfifo('/testbed/zz.pth')\n"),
     Attack("setup_compiles_a_test", frozenset({Flag.BUILD_FILES}), installs=(
         "import os, py_compile, tempfile\np = tempfile.mktemp('.py')\nopen(p, 'w').write('def test_x(): pass\\n')\n"
         "os.makedirs('/testbed/tests/__pycache__', exist_ok=True)\n"
