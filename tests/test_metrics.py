@@ -73,6 +73,16 @@ def test_joins_and_phases_have_a_series_each():
     assert seen["polar_phase_seconds_bucket", "30.0", "agent"] == 1
 
 
+def test_the_age_of_what_is_delivered_is_a_histogram_and_too_old_a_counter():
+    old = replace(rollout(session()), ages={record.policy_version: 3 for record in session().records}, stale="too old")
+    unplayed = replace(rollout(ledger(), Outcome.SANDBOX_ERROR, None))
+    seen = observed(rollout(session()), old, unplayed)
+    assert seen["polar_policy_age_updates_count",] == 2, "what sampled nothing has no age"
+    assert seen["polar_policy_age_updates_bucket", "0.0"] == 1
+    assert seen["polar_policy_age_updates_sum",] == 3.0
+    assert seen["polar_stale_rollouts_total", "claude_code"] == 1
+
+
 def test_a_row_that_never_began_counts_as_well():
     metrics = Metrics()
     metrics.observe({"mask_sample": True, "failure_kind": "polar_env:cancelled"})

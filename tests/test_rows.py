@@ -188,6 +188,36 @@ def test_a_row_spans_the_versions_that_sampled_what_it_trains_and_no_others() ->
     assert versions_of(made(rollout(over, Outcome.ENGINE_ERROR))) == ("", "", 0.0, 0.0)
 
 
+AGES = {"s1": 2, "s2": 1, "s3": 0}
+
+
+def ages_of(result: RolloutResult, max_tokens: int | None = None) -> tuple[float, float, float]:
+    row = made(replace(result, ages=AGES), max_tokens)
+    return row["policy_age"], row["policy_age_mean"], row["policy_stale"]
+
+
+def test_a_row_tells_how_old_the_oldest_and_the_mean_of_its_tokens_are() -> None:
+    sealed = session()
+    dated = [replace(r, policy_version=v) for r, v in zip(sealed.records, ("s1+s2", "s2", "s3"), strict=True)]
+    over = replace(sealed, records=tuple(dated))
+    assert ages_of(rollout(over)) == (2.0, 1.0, 0.0)
+    assert ages_of(rollout(over), 8) == (2.0, 1.5, 0.0), "the cut call does not train"
+    assert ages_of(rollout(replace(over, delivered=frozenset({"done"})))) == (0.0, 0.0, 0.0)
+    assert ages_of(rollout(session())) == (0.0, 0.0, 0.0), "weights nobody named have no age"
+
+
+def test_a_row_that_is_too_old_says_by_how_much_also_where_that_is_only_reported() -> None:
+    sealed = session()
+    old = replace(sealed, records=tuple(replace(r, policy_version="s1") for r in sealed.records))
+    reported = replace(rollout(old), stale="s1 is 2 updates behind s3")
+    assert ages_of(reported) == (2.0, 2.0, 1.0)
+    assert made(reported)["mask_sample"] is False
+    masked = replace(rollout(old, Outcome.STALE_POLICY, None, detail="too old"), stale="too old")
+    assert ages_of(masked) == (2.0, 2.0, 1.0)
+    row = made(masked)
+    assert (row["mask_sample"], row["failure_kind"], row["ended_early"]) == (True, "polar_env:stale_policy", 1.0)
+
+
 def test_the_digest_covers_what_the_row_delivers_and_nothing_of_a_masked_one() -> None:
     whole, cut = made(rollout(session())), made(rollout(session()), 8)
     masked = made(rollout(session(), Outcome.ENGINE_ERROR))
