@@ -100,6 +100,21 @@ def test_a_row_graded_again_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "verdict", [Verdict(VerdictStatus.ERROR), Verdict(VerdictStatus.UNRESOLVED, flags=(Flag.PLANTED,))]
+)
+def test_a_row_masked_when_it_was_graded_again_keeps_its_tokens_and_holds(tmp_path: Path, verdict: Verdict) -> None:
+    finished = finish(tmp_path)
+    masked = {"reward": 0.0, "resolved": False, "mask_sample": True, "instance_config": {"mask_sample": True}}
+    assert wrong(finished, **masked, polar=finished.row["polar"] | {"verdict": told(verdict)}) == []
+    fine = told(Verdict(VerdictStatus.UNRESOLVED))
+    assert wrong(finished, **masked, polar=finished.row["polar"] | {"verdict": fine}) == [
+        "mask_sample is True, and by polar.outcome and polar.verdict the rollout trains"
+    ]
+    finished.row["trajectories"][0]["loss_mask"][0] = 1
+    assert "loss_mask[0]" in " ".join(wrong(finished, **masked))
+
+
+@pytest.mark.parametrize(
     ("verdict", "rewards"),
     [
         (Verdict(VerdictStatus.UNRESOLVED, score=0.75), {0.75}),

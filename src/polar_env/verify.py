@@ -18,7 +18,7 @@ from polar_env.digest import digest
 from polar_env.errors import CaptureError, ConfigError, PolarError, boundary
 from polar_env.gym import rows
 from polar_env.gym.contract import TOKEN_KEYS, first_prompt_digest, trainable_items
-from polar_env.reward import Worth, decide
+from polar_env.reward import ENDINGS, Ending, Worth, decide
 from polar_env.segment_log import SessionLog, read
 from polar_env.trajectory import build, trim
 from polar_env.types import CallKind, Chain, ChainTurn, HarnessExit, Outcome, RewardDecision, RolloutResult, Trajectory
@@ -108,10 +108,18 @@ def _masks(row: Row) -> Iterator[str]:
     masked, links = row["mask_sample"], row["polar"]["digest"]["links"]
     if not isinstance(masked, bool) or row["instance_config"]["mask_sample"] is not masked:
         yield "mask_sample and instance_config.mask_sample differ"
-    if masked is not (links == 0):
-        yield f"mask_sample is {masked}, and its digest chain has {links} links"
+    if not masked and not links:
+        yield "mask_sample is False, and its digest chain has 0 links"
+    if masked and not links and row["failure_kind"] is None:
+        yield "mask_sample is True, and failure_kind does not say why"
     if row["first_prompt_digest"] != first_prompt_digest(row):
         yield "first_prompt_digest is not that of its first prompt"
+
+
+def _empty(row: Row) -> bool:
+    """Whether it was masked when it was made: a placeholder in place of tokens. One that was masked when it was graded
+    again keeps its own."""
+    return row["polar"]["digest"]["links"] == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +133,18 @@ class _Lenient:
 def _reward(row: Row) -> Iterator[str]:
     """Reward and mask against the ending and the verdict: what no policy gives is not the grader's."""
     polar, verdict = row["polar"], _verdict(row["polar"]["verdict"])
-    given = decide(Outcome(polar["outcome"]), verdict, polar["complete"], _Lenient())
+    outcome = Outcome(polar["outcome"])
+    given = decide(outcome, verdict, polar["complete"], _Lenient())
+    flags = verdict.flags if verdict else ()
     if row["resolved"] != (verdict is not None and verdict.status is VerdictStatus.RESOLVED):
         yield f"resolved is {row['resolved']}, polar.verdict.status is {verdict.status.value if verdict else None}"
     if given.masked and not row["mask_sample"]:
         yield f"mask_sample is False, and the rollout cannot train ({given.reason})"
+    maskable = given.masked or flags or ENDINGS[outcome] is Ending.UNFINISHED
+    if row["mask_sample"] and not _empty(row) and not maskable:
+        yield "mask_sample is True, and by polar.outcome and polar.verdict the rollout trains"
     possible = [given.reward] if row["text_only"] or not row["mask_sample"] else [0.0]
-    if row["text_only"] or (verdict and verdict.flags):
+    if row["text_only"] or flags:
         possible.append(0.0)
     if row["reward"] not in possible:
         found = "mask_sample" if row["mask_sample"] and not row["text_only"] else "polar.verdict"
@@ -155,7 +168,7 @@ def _counted(row: Row) -> Iterator[str]:
     polar = row["polar"]
     trained = sum(len(item["generation_token_ids"]) for item in trainable_items(row))
     counts = {
-        "trainable_tokens": (0 if row["mask_sample"] else trained, "response.output"),
+        "trainable_tokens": (0 if _empty(row) else trained, "response.output"),
         "num_left_out": (len(polar["left_out"]), "polar.left_out"),
         "num_holes": (len(polar["holes"]), "polar.holes"),
         "patch_bytes": (len(base64.b64decode(polar["patch"])), "polar.patch"),
@@ -172,7 +185,7 @@ def _counted(row: Row) -> Iterator[str]:
 def _tensors(row: Row) -> Iterator[str]:
     """Without a log: the chain that ``trajectories`` calls delivered, against the tensors that train."""
     chains: Sequence[Row] = row["trajectories"]
-    if row["mask_sample"] or not chains:
+    if _empty(row) or not chains:
         return
     if row["sampled_tokens"] != (masks := sum(sum(chain["loss_mask"]) for chain in chains)):
         yield f"sampled_tokens is {row['sampled_tokens']}, and the masks of trajectories train {masks}"
@@ -196,7 +209,7 @@ def _tensors(row: Row) -> Iterator[str]:
 
 
 def _against_log(row: Row, sessions: Path) -> Iterator[str]:
-    polar, masked = row["polar"], row["mask_sample"]
+    polar, empty = row["polar"], _empty(row)
     name = polar["session_id"]
     if not name:
         yield from _unstarted(row)
@@ -212,15 +225,15 @@ def _against_log(row: Row, sessions: Path) -> Iterator[str]:
     if (polar["delivered"], polar["left_out"]) != (trajectory.delivered, dict(trajectory.left_out)):
         yield "another chain is delivered by the log, or other calls are left out"
     if row["trajectories"]:
-        yield from _chains(row["trajectories"], rows.chains(trajectory, log.ledger.records, masked))
-    expected = () if masked else _delivered(trajectory, policy)
+        yield from _chains(row["trajectories"], rows.chains(trajectory, log.ledger.records, empty))
+    expected = () if empty else _delivered(trajectory, policy)
     items = trainable_items(row)
-    if masked:
+    if empty:
         first = next((record.prompt_ids[0] for record in log.ledger.records if record.prompt_ids), 0)
         yield from _items(items, [ChainTurn("placeholder", array("i", [first]), array("i", [first]), _FLAT, True)])
     else:
         yield from _items(items, expected)
-    yield from _digests(polar, () if masked else items, expected)
+    yield from _digests(polar, () if empty else items, expected)
 
 
 _FLAT = array("f", [0.0])
@@ -272,7 +285,7 @@ def _metrics(row: Row, log: SessionLog, trajectory: Trajectory, policy: Policy) 
         outcome=Outcome(polar["outcome"]),
         detail=polar["detail"],
         verdict=_verdict(polar["verdict"]),
-        decision=RewardDecision(row["reward"], row["mask_sample"]),
+        decision=RewardDecision(row["reward"], _empty(row)),
         trajectory=trajectory,
         ledger=log.ledger,
         patch=base64.b64decode(polar["patch"]),
