@@ -116,7 +116,7 @@ NeMo Gym, and the command line goes through the same two.
         custom_rows.py       rows that name a grader of their own. Pure
         embedded_rows.py     tasks of our own, in the same row form
         prepare.py           once per task, cached, shared by its group
-        sources.py           repository trees: sdist, git mirror, embedded
+        sources.py           repository trees: sdist, git mirror, files in a row, embedded
         registry.py          sdists from the package registry, checked
         environment.py       the task's Python environment with pinned packages
         process.py           build steps as child processes

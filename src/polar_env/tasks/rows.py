@@ -1,4 +1,4 @@
-"""Dataset rows -> tasks. Rows are SWE-bench's v5 schema, from wherever the user has them; the repository ships none.
+"""Dataset rows -> tasks. Rows are SWE-bench's v5 schema or one of ``SHAPES``, from wherever the user has them.
 
 ``data`` is a parquet or JSONL file, a folder of them, a folder of Harbor task folders (or ``harbor:PATH``),
 ``hub:<dataset name>[:split]``, ``embedded`` or ``""`` (the folder named by POLAR_SWEBENCH_DATA, else the embedded
@@ -8,6 +8,7 @@ A row may say itself how its repository and environment are made, as a mapping (
 ``{"kind": "git", "mirror": PATH, ...}`` with either ``python``, ``pip`` and ``requirements`` (exact pins) or an
 ``environment_yml`` (text) or ``environment_ymls`` (JSON file, instance_id -> text), and optionally ``install`` (shell
 line; default: the eval script's own), ``edits``, ``tag``, ``base_date`` and ``rewrites`` of the eval script;
+``{"kind": "files", "files": {PATH: TEXT}}`` with ``python``, ``requirements`` and ``install``;
 ``{"kind": "image", "image": NAME}``; or ``{"kind": "sif", "path": PATH}``.
 """
 

@@ -6,7 +6,8 @@ Fields besides ``instance_id``, ``problem_statement`` and ``polar_source``:
 - ``tests``: ids that must pass; or ``FAIL_TO_PASS`` and ``PASS_TO_PASS``, which also say what passed before.
 - ``test_files``: path -> text of tests the agent does not see, put in place after the install; ``null`` for a file
   of the repository that must be as it was. Files that ids of pytest name are always as they were. Or ``test_patch``.
-- ``install``: shell, run on the patched tree before the tests arrive, without network; ``build``: after they arrived.
+- ``install``: shell, run on the patched tree before the tests arrive, without network; ``build``: after they arrived, and
+  what it leaves in the repository stays there but for the test files, which are put in place once more.
 - ``results``: ``pytest`` (lines of ``-rA``, the default), ``junit:PATH`` (XML that the command writes to PATH), or a
   parser of the ``swebench`` package (``parse_log_gotest``, ...).
 - ``patch``: the right fix. With it the tests are known to be passable, and a hang is told from a slow machine.
