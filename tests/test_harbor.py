@@ -14,7 +14,8 @@ from harbor_helpers import ANSWER, ANSWERED, EXAMPLES, LOCAL, folder, graded, pr
 from polar_env.config import RewardConfig, SandboxConfig
 from polar_env.errors import ConfigError, GradeError
 from polar_env.grade import grading, harbor
-from polar_env.grade.harbor import REWARD_LIMIT, reward_of
+from polar_env.grade.tools import replaced
+from polar_env.grade.verifier import REWARD_FILES, REWARD_LIMIT, reward_of
 from polar_env.reward import decide
 from polar_env.tasks import Prepared, rows
 from polar_env.tasks import harbor as folders
@@ -419,7 +420,7 @@ def test_what_is_no_reward_says_why(name: str, text: str, says: str) -> None:
 
 @given(st.binary(max_size=200) | st.text(max_size=80).map(str.encode) | st.floats().map(lambda f: str(f).encode()))
 def test_any_bytes_are_a_reward_or_a_reason(data: bytes) -> None:
-    for name in harbor.REWARD_FILES:
+    for name in REWARD_FILES:
         found, why = reward_of(name, data)
         assert (found is None) == bool(why)
         assert found is None or 0.0 <= found <= 1.0
@@ -429,6 +430,42 @@ def test_any_bytes_are_a_reward_or_a_reason(data: bytes) -> None:
 def test_every_reward_in_range_is_read_back(value: float) -> None:
     for name, text in (("reward.txt", repr(value)), ("reward.json", json.dumps({"reward": value}))):
         assert reward_of(name, text.encode()) == (value, "")
+
+
+# --- tools that an agent replaced ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "C /usr/bin/bash",
+        "D /bin/sh",
+        "C /usr/local/bin/pytest",
+        "C /usr/lib/x86_64-linux-gnu/libc.so.6",
+        "C /lib64/ld-linux-x86-64.so",
+        "C /usr/local/lib/python3.12/json/decoder.py",
+        "A /etc/ld.so.preload",
+        "A /usr/local/bin/bash",
+        "A /usr/local/bin/python3.12",
+        "A /usr/lib/python3/dist-packages/evil.pth",
+        "A /usr/local/lib/python3.12/sitecustomize.py",
+        "A /root/.local/lib/python3.11/site-packages/usercustomize.py",
+        "C /usr/local/lib/python3.12/site-packages/_pytest/runner.py",
+        "A /opt/venv/lib/python3.12/site-packages/evil.dist-info/entry_points.txt",
+    ],
+)
+def test_a_tool_the_verifier_may_run_is_told_when_it_is_the_agent_s_own(line: str) -> None:
+    folder_of_it = f"C {line[2:].rpartition('/')[0]}"
+    assert replaced([folder_of_it, line]) == [line[2:]]
+    assert replaced([folder_of_it, line], {line[2:]}) == [], "the solution does the same"
+
+
+def test_honest_work_on_a_machine_is_no_tool_replaced() -> None:
+    lines = ["C /", "C /etc", "C /etc/nginx", "A /etc/nginx/site.conf", "C /usr", "C /usr/bin", "A /usr/bin/jq",
+             "C /usr/local", "A /usr/local/bin/mytool", "A /app/python3", "D /app/old", "A /root/.cache/x",
+             "C /usr/local/lib/python3.12/site-packages/flask/app.py", "A /usr/lib/libfoo.so.1", "C /opt/app/config",
+             "C /usr/lib/python3.11/json/__pycache__/x.pyc", "A /tmp/bash", "nonsense", ""]  # fmt: skip
+    assert replaced(lines) == []
 
 
 # --- what an agent earns ------------------------------------------------------------------------------------------

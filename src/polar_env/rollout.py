@@ -29,7 +29,7 @@ from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.reward import decide
 from polar_env.sandbox import Box
-from polar_env.sandbox.sandbox import Sandbox, open_sandbox
+from polar_env.sandbox.sandbox import Sandbox, end_agent, open_sandbox
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
@@ -335,7 +335,7 @@ async def _kill_when_spent(session: Session, sandbox: Sandbox, budget: float, sp
 async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:
     """Nothing may reach the policy after this (a colocated engine sleeps then): harness dead, session sealed."""
     async with _budget(config.budget.finalise, SandboxError, "finalising the rollout"):
-        await sandbox.kill()
+        await end_agent(sandbox)
         await session.close()
         if ending.prepared is not None and (ending.prepared.repo is not None or ending.baseline is not None):
             ending.patch = await patches.extract(sandbox, ending.prepared, ending.baseline)

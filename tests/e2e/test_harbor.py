@@ -85,7 +85,7 @@ async def test_rollouts_in_containers_are_graded_by_what_they_left(
         tests__test_sh=CONF,
         solution__solve_sh="#!/bin/bash\nmkdir -p /etc/app && echo level=3 > /etc/app/conf\n",
     )
-    scripts = [f"harbor_helpers:{script}" for script in ("tunes", "plants")]
+    scripts = [f"harbor_helpers:{script}" for script in ("tunes", "shadows", "breaks")]
     config = await settings(
         tmp_path,
         data=str(place),
@@ -93,12 +93,17 @@ async def test_rollouts_in_containers_are_graded_by_what_they_left(
         harness={"command": COMMAND},
         sandbox={"provider": "docker"},
     )
-    tuned, planted = await play(config, rows.load(config.data)[0])
-    for result in (tuned, planted):
+    tuned, shadowed, broken = await play(config, rows.load(config.data)[0])
+    for result in (tuned, shadowed):
         assert (result.outcome, result.detail, result.decision.masked) == (Outcome.COMPLETED, "", False)
         assert delivered(result)["reward"] == result.decision.reward
-    assert (tuned.decision.reward, planted.decision.reward) == (1.0, 0.0)
+    assert (tuned.decision.reward, shadowed.decision.reward) == (1.0, 0.0)
     assert tuned.verdict is not None
     assert (tuned.verdict.status, tuned.verdict.flags) == (VerdictStatus.RESOLVED, ())
-    assert planted.verdict is not None
-    assert planted.verdict.flags == (Flag.PLANTED,)
+    assert shadowed.verdict is not None
+    assert (shadowed.verdict.score, shadowed.verdict.flags) == (1.0, (Flag.ENVIRONMENT,))
+    assert "it changed /usr/local/bin/bash" in shadowed.verdict.detail
+    assert (broken.outcome, broken.decision.masked, broken.decision.reward) == (Outcome.AGENT_ERROR, False, 0.0)
+    assert "the agent left a container in which nothing runs any more" in broken.detail
+    assert broken.verdict is not None
+    assert "what the agent left does not run" in broken.verdict.detail

@@ -24,7 +24,7 @@ from uuid import uuid4
 from nemo_gym.sandbox import SandboxHandle, SandboxProvider, SandboxResources, SandboxSpec, create_provider
 
 from polar_env.config import SandboxConfig, child_environment
-from polar_env.errors import SandboxError, boundary
+from polar_env.errors import HarnessError, SandboxError, boundary
 from polar_env.sandbox import Box, ExecResult, limits, netns
 from polar_env.sandbox.bubble import OUTPUT_LIMIT
 from polar_env.sandbox.bubblewrap import BubblewrapProvider, bubble_of
@@ -89,6 +89,27 @@ async def open_sandbox(box: Box, config: SandboxConfig) -> AsyncGenerator[Sandbo
             yield foreign
     finally:
         await asyncio.shield(_close(provider, handle))
+
+
+class LeftBrokenError(HarnessError):
+    """Nothing runs any more in what the agent left: its doing, so no mask. Were it ours, an agent could mask its
+    failures."""
+
+
+async def end_agent(sandbox: Sandbox) -> None:
+    """``kill`` after an agent. Raises SandboxError, or LeftBrokenError where the agent's own changes are why."""
+    try:
+        await sandbox.kill()
+    except SandboxError as error:
+        if await still_there(sandbox):
+            raise LeftBrokenError(f"the agent left a container in which nothing runs any more: {error}") from error
+        raise
+
+
+async def still_there(sandbox: Sandbox) -> bool:
+    """Whether the engine is well and has the container, so that a failure in it is the agent's; False where nobody can
+    tell, and where the agent cannot change what runs (bubblewrap)."""
+    return isinstance(sandbox, Foreign) and await sandbox.known()
 
 
 async def _close(provider: SandboxProvider, handle: SandboxHandle) -> None:
@@ -241,6 +262,23 @@ class Foreign:
             f'cd /proc; for round in 1 2 3; do for pid in [0-9]*; do case \' {spared} \'"$$ " in *" $pid "*) ;; '
             "*) kill -9 $pid 2>/dev/null;; esac; done; done; true"
         )
+
+    async def known(self) -> bool:
+        """Whether docker answers, and has the container."""
+        if self.provider.name != "docker":
+            return False
+        try:
+            await asyncio.to_thread(_docker, "inspect", str(self.handle.raw.name))
+        except (SandboxError, OSError, subprocess.TimeoutExpired):
+            return False
+        return True
+
+    async def changes(self) -> list[str]:
+        """How its files differ from its image, as docker tells from outside: lines of A, C or D and a path. Nothing for
+        other providers, which cannot tell."""
+        if self.provider.name != "docker":
+            return []
+        return (await asyncio.to_thread(_docker, "diff", str(self.handle.raw.name))).splitlines()
 
     def listener(self, port: int) -> socket:
         """Docker containers without a network of their own (``create.network: none``) on this machine."""
