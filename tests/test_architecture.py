@@ -41,6 +41,7 @@ TABLE = (
     Row("control", 1, FACTS),
     Row("capacity", 1, FACTS),
     Row("pythons", 1, (*FACTS, "config")),
+    Row("steps", 1, FACTS),
     Row("proxy.sse", 1),
     # The rooms' own __init__: protocols, facts and dotted-path tables, which everybody may read.
     Row("proxy", 1, FACTS),
@@ -88,8 +89,8 @@ TABLE = (
         ),
     ),
     Row("engine.*", 3, (*FACTS, "config", "capture", "proxy.sse", "engine", "engine.*")),
-    Row("tasks.*", 3, (*FACTS, "config", "pythons", "tasks", "tasks.*")),
-    Row("harness.*", 3, (*FACTS, "config", "pythons", "harness", "harness.*")),
+    Row("tasks.*", 3, (*FACTS, "config", "pythons", "steps", "tasks", "tasks.*")),
+    Row("harness.*", 3, (*FACTS, "config", "pythons", "steps", "harness", "harness.*")),
     Row("grade.*", 3, (*FACTS, "config", "sandbox", "sandbox.*", "tasks", "tasks.*", "grade", "grade.*")),
     # Level 4: bytes between aiohttp and the sessions.
     Row(

@@ -29,6 +29,7 @@ NeMo Gym, and the command line goes through the same two.
       joins.py               how each call's prompt joins the calls before it, in five classes. Pure
       digest.py              a chain of hashes over what a row delivers. Pure
       reward.py              the one table (outcome, verdict, holes) -> reward, masked. Pure
+      steps.py               build steps as child processes, and locks between processes
       pythons.py             base interpreters, found on this machine or installed by uv
       control.py             a trainer's side of the fence: orders over HTTP
       capacity.py            what one process can hold: open files, and what is loaded out of collections
@@ -119,7 +120,7 @@ NeMo Gym, and the command line goes through the same two.
         sources.py           repository trees: sdist, git mirror, files in a row, embedded
         registry.py          sdists from the package registry, checked
         environment.py       the task's Python environment with pinned packages
-        process.py           build steps as child processes
+        process.py           steps with a task's error and patience
         once.py              directories made once between all processes
         conda.py             what the official images were built from, read back
         harbor.py            Harbor and Terminal-Bench task folders

@@ -9,24 +9,20 @@ Everything is shown in the sandbox below ``OPT``, at paths that are the same for
 """
 
 import asyncio
-import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
+from polar_env import steps
 from polar_env.config import child_environment
 from polar_env.errors import HarnessError, boundary
 from polar_env.harness import Mount
-from polar_env.harness.reading import tail
 from polar_env.pythons import Interpreter, find_interpreter, uv_program
 
 log = logging.getLogger(__name__)
@@ -40,55 +36,18 @@ NODE_FLOOR = (22, 19)
 """Oldest Node that runs Pi 1.6."""
 INSTALL_TIMEOUT = 900.0
 """Seconds for one installation; measured here 8 to 30 s, minutes on a slow registry."""
-LOCK_POLL = 0.2
-"""Seconds between looks at a lock another process holds."""
-
-
-@asynccontextmanager
-async def _locked(path: Path) -> AsyncGenerator[None]:
-    """Hold an exclusive file lock. Polled: flock has no event, and a thread blocked in it cannot be cancelled."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 async def run(argv: Iterable[str], doing: str, env: dict[str, str], limit: float = INSTALL_TIMEOUT) -> str:
-    """Run a build step and give its stdout and stderr, mixed; its process group dies with the call.
+    """Run a build step and give its standard output; its process group dies with the call.
 
     Raises:
         HarnessError: the program is missing, failed or ran longer than ``limit`` seconds, with its last words.
     """
-    with boundary(HarnessError, doing):
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
     try:
-        async with asyncio.timeout(limit):
-            output, _ = await process.communicate()
-    except TimeoutError as error:
-        raise HarnessError(f"{doing}: no end after {limit:.0f} s; check the network and the registry") from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    text = output.decode(errors="replace")
-    if process.returncode:
-        hint = "check that the package registry can be reached and holds this version"
-        raise HarnessError(f"{doing} failed (exit code {process.returncode}); {hint}. Last output: {tail(text)}")
-    return text
+        return (await steps.run(argv, doing, HarnessError, env=env, limit=limit)).decode(errors="replace")
+    except HarnessError as error:
+        raise HarnessError(f"{error}; check that the package registry can be reached and holds this version") from error
 
 
 async def once(store: Path, label: str, build: Callable[[Path], Awaitable[None]]) -> Path:
@@ -100,7 +59,7 @@ async def once(store: Path, label: str, build: Callable[[Path], Awaitable[None]]
     final = root / label
     if final.is_dir():
         return final
-    async with _locked(root / f".{label}.lock"):
+    async with steps.locked(root / f".{label}.lock", HarnessError):
         if not final.is_dir():
             await _build(root, final, build)
     return final

@@ -1,18 +1,13 @@
 """Directories that are made once, however many rollouts and processes want them at the same time."""
 
 import asyncio
-import fcntl
-import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from polar_env.errors import SandboxError, boundary
-
-LOCK_POLL = 0.2
-"""Seconds between tries of another process's lock: flock has no event, and a blocked thread cannot be cancelled."""
+from polar_env.steps import locked
 
 
 async def make_once(place: Path, whole: Callable[[Path], bool], build: Callable[[Path], Awaitable[None]]) -> None:
@@ -24,7 +19,7 @@ async def make_once(place: Path, whole: Callable[[Path], bool], build: Callable[
     """
     if await asyncio.to_thread(whole, place):
         return
-    async with _locked(place.with_name(place.name + ".lock")):
+    async with locked(place.with_name(place.name + ".lock"), SandboxError):
         if await asyncio.to_thread(whole, place):
             return
         with boundary(SandboxError, f"making room in {place.parent}"):
@@ -46,25 +41,3 @@ def _room(place: Path) -> Path:
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     work.chmod(0o755)
     return work
-
-
-@asynccontextmanager
-async def _locked(path: Path) -> AsyncGenerator[None]:
-    """Hold ``path`` exclusively between all processes; the kernel lets go when its holder dies."""
-    with boundary(SandboxError, f"locking {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        while not _try_lock(handle):  # noqa: ASYNC110 - see LOCK_POLL
-            await asyncio.sleep(LOCK_POLL)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
