@@ -19,10 +19,11 @@ import aiohttp
 from engine_helpers import CACHE
 from polar_env import verify
 from polar_env.capture import Ledger, SegmentLog, rebuild
-from polar_env.config import EngineConfig, HarnessConfig, ProxyConfig, RewardConfig, TrajectoryConfig
+from polar_env.config import EngineConfig, HarnessConfig, ProxyConfig, RewardConfig, SandboxConfig, TrajectoryConfig
 from polar_env.engine import Engine, Session, tokenizer
 from polar_env.engine.scripted import ScriptedEngine
 from polar_env.engine.scripts import Call, Scene, Turn
+from polar_env.grade.prewarm import Prewarm
 from polar_env.gym import contract, rows
 from polar_env.harness.shell import Shell
 from polar_env.joins import classify
@@ -232,7 +233,7 @@ class Case:
         return self.ended
 
     def _result(self, sealed: SealedLedger, status: VerdictStatus) -> RolloutResult:
-        ending = _Ending(exit=HarnessExit(0, "", ""))
+        ending = _Ending(Prewarm(SandboxConfig()), exit=HarnessExit(0, "", ""))
         outcome, detail = _outcome(ending, self.session, sealed, SHELL)
         verdict = None if outcome in INFRASTRUCTURE else Verdict(status)
         return RolloutResult(
