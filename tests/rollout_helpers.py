@@ -14,8 +14,9 @@ from polar_env.config import HarnessConfig, PolarConfig, environment, load
 from polar_env.engine import tokenizer
 from polar_env.gym import contract, rows
 from polar_env.harness.shell import Shell
+from polar_env.named import make_engine
 from polar_env.proxy.server import ProxyServer
-from polar_env.rollout import RolloutJob, make_engine, open_proxy, rollout
+from polar_env.rollout import RolloutJob, open_proxy, rollout
 from polar_env.sandbox import janitor
 from polar_env.tasks import rows as task_rows
 from polar_env.types import RolloutResult, Sampling

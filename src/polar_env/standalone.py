@@ -23,10 +23,11 @@ from polar_env.config import HarnessConfig, PolarConfig, environment
 from polar_env.errors import ConfigError
 from polar_env.harness import HARNESSES, Harness
 from polar_env.joins import classify
+from polar_env.named import harness_class, make_harness
 from polar_env.proxy.control import SECRET
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session, policy
-from polar_env.rollout import RolloutJob, harness_class, make_harness, open_proxy, rollout, session_dir
+from polar_env.rollout import RolloutJob, open_proxy, rollout, session_dir
 from polar_env.segment_log import SessionLog, read
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks import rows as task_rows

@@ -12,8 +12,9 @@ from fence_helpers import until
 from polar_env.config import BudgetConfig, EngineConfig, HarnessConfig, PolarConfig, SandboxConfig
 from polar_env.engine import Session
 from polar_env.engine.scripted import ScriptedEngine
+from polar_env.named import make_harness
 from polar_env.proxy.server import ProxyServer
-from polar_env.rollout import _play, make_harness, rollout
+from polar_env.rollout import _play, rollout
 from polar_env.sandbox import Box
 from polar_env.sandbox.sandbox import open_sandbox
 from polar_env.types import Delta, EngineReply, ModelRequest, Outcome, Sampling
