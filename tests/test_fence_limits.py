@@ -169,6 +169,17 @@ async def test_nothing_is_ended_before_its_time_where_age_is_judged_at_the_end(p
         assert "8 updates behind" in str(stale)
 
 
+async def test_a_limit_that_cannot_work_because_nobody_names_the_weights_is_told(caplog: pytest.LogCaptureFixture):
+    fence = Fence(PlayedEngine(), limit(1))
+    await fence.pause()
+    fence.resume()
+    assert "nobody names the weights" in caplog.text
+    caplog.clear()
+    fence.resume("step-1")
+    fence.resume()
+    assert caplog.text == ""
+
+
 async def test_without_a_limit_nothing_is_too_old():
     fence = Fence(PlayedEngine())
     fence.declare("step-1")

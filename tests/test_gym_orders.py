@@ -15,6 +15,7 @@ from engine_helpers import VllmServer
 from fence_helpers import until_lapsed
 from gym_helpers import Gated, Stage, configured, masked, row, served
 from gym_server_helpers import built, post, resources, serving
+from polar_env.cli import main
 from polar_env.control import send
 from polar_env.errors import ConfigError, SandboxError
 from polar_env.gym.environment import PolarEnvironment
@@ -143,6 +144,28 @@ async def test_nobody_without_the_secret_cancels_or_lists(play: Stage, tmp_path:
         assert not play.cancelled.is_set()
         play.gate.set()
         await waits
+
+
+async def test_the_command_lists_and_cancels(
+    play: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("POLAR_CONTROL_SECRET", SECRET)
+    async with server(tmp_path) as it, asyncio.TaskGroup() as group:
+        waits = group.create_task(it.run(0, group=7))
+        await play.until(1)
+
+        async def polar(*argv: str) -> int:
+            return await asyncio.to_thread(main, ["control", *argv, "--url", f"http://127.0.0.1:{it.port}"])
+
+        assert await polar("rollouts") == 0
+        assert [entry["group"] for entry in json.loads(capsys.readouterr().out)["rollouts"]] == ["7"]
+        assert await polar("cancel") == 2
+        assert "needs a task, a group or a session" in capsys.readouterr().err
+        assert await polar("cancel", "--group", "8") == 0
+        assert json.loads(capsys.readouterr().out) == {"cancelled": []}
+        assert await polar("cancel", "--group", "7", "--task", row()["task_id"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["cancelled"]) == 1
+        assert "cancelled by the trainer" in masked(await waits)
 
 
 async def test_cancelled_and_given_up_rollouts_are_counted(play: Stage, tmp_path: Path):

@@ -1,10 +1,11 @@
 """Rollouts over the nodes of a real Ray cluster: two on this machine, each with a raylet of its own."""
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,65 @@ async def test_rollouts_spread_over_the_nodes_and_every_row_is_valid(cluster: Cl
     ]
     offering = {node["NodeID"] for node in ray.nodes() if "polar" in node["Resources"]}
     assert {answer["polar"]["node"] for answer in answers} == offering
+
+
+class Trainer:
+    """Gives orders at the head's control address; each node answers for itself."""
+
+    def __init__(self, environment: PolarEnvironment) -> None:
+        self._environment = environment
+
+    async def order(self, order: str, **said: Any) -> dict[str, Any]:
+        method = "GET" if order in ("", "/rollouts") else "POST"
+        status, told = await self._environment.order(method, f"/control{order}", json.dumps(said).encode())
+        assert status == 200, told
+        return told
+
+    async def nodes(self, order: str = "", **said: Any) -> list[dict[str, Any]]:
+        return list((await self.order(order, **said))["nodes"].values())
+
+    async def until(self, order: str, stands: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Poll: nodes tell their trainer how they stand when they are asked."""
+        async with asyncio.timeout(90):
+            while not stands(told := await self.order(order)):  # noqa: ASYNC110 - see above
+                await asyncio.sleep(0.1)
+        return told
+
+
+def groups(told: dict[str, Any]) -> list[str]:
+    """The groups of rollouts that are on a node."""
+    return sorted(entry["group"] for entry in told["rollouts"] if "node" in entry)
+
+
+async def test_a_trainer_s_orders_at_the_head_reach_every_node(cluster: Cluster, tmp_path: Path):
+    """Three groups meet a pause on two nodes: one is cancelled, one hangs up, one goes on with the new weights."""
+    config = await fleet_settings(tmp_path)
+    async with (
+        Fleet(config).opened() as fleet,
+        PolarEnvironment(config, 0.05, elsewhere=fleet).opened() as environment,
+        asyncio.TaskGroup() as group,
+    ):
+        trainer = Trainer(environment)
+        await trainer.until("", lambda told: len(told["nodes"]) == 2)
+        assert [node["version"] for node in await trainer.nodes("/version", version="step-1")] == ["step-1"] * 2
+        assert [node["paused"] for node in await trainer.nodes("/pause")] == [True] * 2
+        rows = [posted(task, index) | {"_ng_task_index": at} for at, task in enumerate(TASKS) for index in range(2)]
+        posts = [group.create_task(environment.run(row)) for row in rows]
+        told = await trainer.until("/rollouts", lambda told: groups(told) == ["0", "0", "1", "1", "2", "2"])
+        assert len({entry["node"] for entry in told["rollouts"]}) == 2
+        cancelled = (await trainer.order("/cancel", group="1"))["cancelled"]
+        assert [entry["group"] for entry in cancelled] == ["1", "1"]
+        ended = [await post for post in posts[2:4]]
+        for post in posts[4:]:
+            post.cancel()
+        await trainer.until("/rollouts", lambda told: groups(told) == ["0", "0"])
+        assert not any(node["paused"] for node in await trainer.nodes("/resume", version="step-2"))
+        played = [await post for post in posts[:2]]
+    assert [contract.violations(answer) for answer in played + ended] == [[]] * 4
+    assert [answer["reward"] for answer in played] == [1.0, 1.0], [answer["polar"]["detail"] for answer in played]
+    assert {answer["polar"]["policy_version_first"] for answer in played} == {"step-2"}
+    assert {answer["polar"]["outcome"] for answer in ended} == {"cancelled"}
+    assert all("trainer's order (group 1)" in answer["failure_reason"] for answer in ended)
 
 
 def command(process: psutil.Process) -> str:

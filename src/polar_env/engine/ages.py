@@ -18,6 +18,11 @@ class Versions:
         self._declared: list[str] = []
         self._told: list[str] = []
 
+    @property
+    def named(self) -> bool:
+        """Whether anybody ever said a name."""
+        return bool(self._declared or self._told)
+
     def declare(self, name: str) -> bool:
         """The weights have this name now; whether that is news. A name that comes back (a trainer that went back to a
         checkpoint) is the newest."""

@@ -252,6 +252,8 @@ class Fence:
         """Open the fence, on weights named ``version``. Raises BadRequest for a name that cannot be one."""
         if version is not None:
             self.declare(version)
+        elif self._config.max_policy_age is not None and not self.versions.named:
+            log.warning("engine.max_policy_age does nothing while nobody names the weights: resume with a version")
         self._open.set()
         self._renew(None)
         self._move()
