@@ -57,6 +57,13 @@ def test_every_shape_is_told_the_issue_and_only_that(make: Make) -> None:
     assert "test_half" not in said
 
 
+@pytest.mark.parametrize("make", [good_row, own_row, swegym_row, r2e_row])
+def test_a_task_may_travel_as_its_row_and_is_the_same_at_the_other_end(make: Make) -> None:
+    """`polar dataset --embed` carries ``task.row`` to servers that have no data."""
+    task = task_of(make())
+    assert task_of(json.loads(json.dumps(task.row))) == task
+
+
 def test_a_folder_may_hold_rows_of_every_shape_and_parquet_too(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([swegym_row()]), tmp_path / "gym.parquet")
     parquet.write_table(pyarrow.Table.from_pylist([r2e_row()]), tmp_path / "r2e.parquet")
@@ -75,6 +82,7 @@ BAD: list[tuple[Make, dict[str, Any], str]] = [
     (own_row, {"polar_source": {"kind": "git", "mirror": "m"}}, "field 'base_commit' is missing"),
     (own_row, {"results": "junit"}, "field 'results' must be pytest, junit:PATH"),
     (own_row, {"results": "pytest:x.xml"}, "field 'results' must be pytest, junit:PATH"),
+    (own_row, {"test_command": "python -m pytest -q tests"}, "field 'test_command' runs pytest without -rA"),
     (own_row, {"install": ["pip"]}, "field 'install' must be a text, not ['pip']"),
     (own_row, {"test_files": {"/etc/passwd": "x"}}, "field 'test_files' names '/etc/passwd'"),
     (own_row, {"test_files": {"a/../../b": "x"}}, "field 'test_files' names 'a/../../b'"),
@@ -118,6 +126,21 @@ def test_without_install_and_build_nothing_runs_before_the_tests() -> None:
     parts = of_row(task_of(own_row()).row)
     assert parts is not None
     assert (parts.install, parts.build) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"test_command": "pytest -rA"},
+        {"test_command": "pytest -qrA tests"},
+        {"test_command": "pytest -rpf"},
+        {"test_command": "make test"},
+        {"test_command": "pytest --junit-xml=/tmp/x", "results": "junit:/tmp/x"},
+        {"test_command": "pytest -v", "results": "parse_log_pytest_v2"},
+    ],
+)
+def test_a_command_that_tells_its_results_is_taken(fields: dict[str, Any]) -> None:
+    assert task_of(own_row(**fields)).grader == "tests_pass"
 
 
 def test_lists_of_swe_benchs_kind_are_taken_as_they_are() -> None:

@@ -6,8 +6,8 @@ Fields besides ``instance_id``, ``problem_statement`` and ``polar_source``:
 - ``tests``: ids that must pass; or ``FAIL_TO_PASS`` and ``PASS_TO_PASS``, which also say what passed before.
 - ``test_files``: path -> text of tests the agent does not see, put in place after the install; ``null`` for a file
   of the repository that must be as it was. Files that ids of pytest name are always as they were. Or ``test_patch``.
-- ``install``: shell, run on the patched tree before the tests arrive, without network; ``build``: after they arrived, and
-  what it leaves in the repository stays there but for the test files, which are put in place once more.
+- ``install``: shell, run on the patched tree before the tests arrive, without network. ``build``: after they arrived;
+  what it leaves in the repository stays, but for the test files, which are put in place once more.
 - ``results``: ``pytest`` (lines of ``-rA``, the default), ``junit:PATH`` (XML that the command writes to PATH), or a
   parser of the ``swebench`` package (``parse_log_gotest``, ...).
 - ``patch``: the right fix. With it the tests are known to be passable, and a hang is told from a slow machine.
@@ -16,6 +16,7 @@ Fields besides ``instance_id``, ``problem_statement`` and ``polar_source``:
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -27,12 +28,13 @@ from polar_env.tasks.fields import id_list, instruction, mapping, need, own_sour
 _NEEDED = ("instance_id", "problem_statement", "test_command")
 _OPTIONAL = ("install", "build", "patch", "test_patch", "base_commit", "results")
 _HEAD = "cd /testbed"
+_PYTEST, _TELLING = re.compile(r"\bpytest\b"), re.compile(r"(?<!\S)-\w*r\w*[Ap]")
 _LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
 def is_one(row: Mapping[str, Any]) -> bool:
     """Does a row without ``polar_grader`` look like one?"""
-    return "test_command" in row and "eval_script" not in row
+    return "test_command" in row and not row.get("eval_script")
 
 
 def task(row: Mapping[str, Any], where: str) -> Task:
@@ -45,9 +47,14 @@ def task(row: Mapping[str, Any], where: str) -> Task:
     parser, _, path = results.partition(":")
     if (parser == "junit") != bool(path):
         raise ConfigError(f"{where}: field 'results' must be pytest, junit:PATH or a parser, not {results!r:.60}")
+    if parser == "pytest" and _PYTEST.search(row["test_command"]) and not _TELLING.search(row["test_command"]):
+        raise ConfigError(
+            f"{where}: field 'test_command' runs pytest without -rA, so no line says which tests passed; add -rA, or "
+            "have it write XML and set 'results' to junit:PATH"
+        )
     files = _files(row, where, texts["test_patch"])
     clean = {
-        **row,
+        **{field: value for field, value in row.items() if field != "tests"},  # FAIL_TO_PASS says it now
         **texts,
         **_lists(row, where),
         "base_commit": texts["base_commit"] or _digest(source),
