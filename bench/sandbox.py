@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,8 +89,7 @@ def bubblewrap_ready() -> Generator[Callable[[Times], object]]:
 
 @contextmanager
 def docker_ready() -> Generator[Callable[[Times], object]]:
-    with docker_engine() as client:
-        os.environ |= client
+    with docker_engine() as client, variables(client):
         prepared("docker", lambda: import_image(client))
         yield lambda times: handled(Box(workdir="/tmp", image=IMAGE), SandboxConfig(provider="docker"), times)
 
@@ -98,15 +97,14 @@ def docker_ready() -> Generator[Callable[[Times], object]]:
 @contextmanager
 def podman_ready() -> Generator[Callable[[Times], object]]:
     """Own storage; no raised limits and no systemd, which containers may not have either."""
-    os.environ |= programs(("conmon", "runc", "podman"), ("podman", "conmon", "runc"))
-    with tempfile.TemporaryDirectory(prefix="polar-podman-", ignore_cleanup_errors=True) as name:
+    found = programs(("conmon", "runc", "podman"), ("podman", "conmon", "runc"))
+    with tempfile.TemporaryDirectory(prefix="polar-podman-", ignore_cleanup_errors=True) as name, variables(found):
         folder = Path(name)
         (folder / "conf").write_text(
             '[containers]\ndefault_ulimits=["nofile=20000:20000","nproc=4096:4096"]\n'
             f'[engine]\ncgroup_manager="cgroupfs"\nevents_logger="file"\nconmon_path=["{shutil.which("conmon")}"]\n'
         )
         (folder / "policy").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
-        os.environ["CONTAINERS_CONF"] = str(folder / "conf")
         runc = shutil.which("runc") or "runc"
         base = ["podman", f"--root={folder}/root", f"--runroot={folder}/run", f"--tmpdir={folder}/tmp"]
         base += ["--runtime", runc]
@@ -114,12 +112,27 @@ def podman_ready() -> Generator[Callable[[Times], object]]:
         tar = folder / "image.tar"
         subprocess.run(["tar", "-C", os.fspath(root), "-cf", os.fspath(tar), "."], check=True)
         words = [*base, "import", "--signature-policy", os.fspath(folder / "policy"), os.fspath(tar), IMAGE]
-        try:
-            prepared("podman", lambda: imported(words))
-            yield lambda times: podman(base, times)
-        finally:
-            subprocess.run([*base, "rm", "-af"], check=False, capture_output=True)
-            subprocess.run(["umount", "-R", f"{folder}/root/overlay"], check=False, capture_output=True)
+        with variables({"CONTAINERS_CONF": str(folder / "conf")}):
+            try:
+                prepared("podman", lambda: imported(words))
+                yield lambda times: podman(base, times)
+            finally:
+                subprocess.run([*base, "rm", "-af"], check=False, capture_output=True)
+                subprocess.run(["umount", "-R", f"{folder}/root/overlay"], check=False, capture_output=True)
+
+
+@contextmanager
+def variables(ours: Mapping[str, str]) -> Generator[None]:
+    """In the environment of this process and what it starts, for the block: what one engine needs misleads others."""
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ |= ours
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def imported(words: list[str]) -> None:
