@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 from aiohttp import web
 from hypothesis import HealthCheck, settings
 
+from polar_env.config import EngineConfig
 from polar_env.engine import Engine, Session
 from polar_env.engine.scripts import Scene, Turn
 from polar_env.messages import ChatMessage, ToolSpec
 from polar_env.types import Delta, EngineReply, ModelRequest, Sampling, WireApi
+from served_helpers import hang
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Property tests on a shared machine: an example may wait for the processor."""
@@ -35,6 +37,16 @@ def user(text: str) -> ChatMessage:
 
 def ask(*messages: ChatMessage, tools: tuple[ToolSpec, ...] = (BASH,), **fields: Any) -> ModelRequest:
     return ModelRequest(WireApi.CHAT, "any-name", messages or (user("Fix the bug."),), tools, **fields)
+
+
+@contextlib.asynccontextmanager
+async def opened(make: Callable[[EngineConfig], Engine], *urls: str, **settings: Any) -> AsyncGenerator[Any, None]:
+    """An engine of ``make`` at these servers, closed at the end."""
+    engine = make(EngineConfig(base_urls=urls, **settings))
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
 
 
 async def play(
@@ -258,11 +270,7 @@ class VllmServer:
 
     async def _whole(self) -> web.Response:
         if self.fault == "hang":
-            self.started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.aborted.set()
+            await hang(self.started, self.aborted)
         if self.fault == "garbage":
             return web.Response(text='{"choices": [', content_type="application/json")
         return web.Response(text=json.dumps(self.answer.whole()), content_type="application/json")

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from engine_helpers import CACHE
 from polar_env.engine import tokenizer
-from served_helpers import serving
+from served_helpers import hang, serving
 
 
 @functools.cache
@@ -67,11 +67,7 @@ class Worker:
         if not self._on_policy(body):
             return web.Response(status=500, text="Internal Server Error")  # an AssertionError in the worker
         if self.fault == "hang":
-            self.started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.aborted.set()
+            await hang(self.started, self.aborted)
         shows = [message for message in body["messages"] if isinstance(message.get("content"), list)]
         if shows or self.fault == "blinks":
             self.fault = ""

@@ -1,5 +1,6 @@
 """HTTP endpoints on free ports of this machine, for engines whose servers cannot run here."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
@@ -22,6 +23,15 @@ async def serving(routes: Mapping[str, Handler]) -> AsyncGenerator[str, None]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def hang(started: asyncio.Event, aborted: asyncio.Event) -> None:
+    """A request that is never answered: ``started`` when it hangs, ``aborted`` when the client has left."""
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        aborted.set()
 
 
 def always(status: int, body: object = None, text: str = "", headers: Mapping[str, str] | None = None) -> Handler:

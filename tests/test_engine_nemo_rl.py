@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_helpers import PATIENT, ask, play, user
+from engine_helpers import PATIENT, ask, opened, play, user
 from nemo_rl_helpers import Worker, join, letter_by_letter, words
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
@@ -22,13 +23,7 @@ TRAIN = Sampling(1.0, 1.0, None, 512)
 LOOK = 'I look.<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
 
 
-@contextlib.asynccontextmanager
-async def engine_at(*urls: str, **settings):
-    engine = NemoRlEngine(EngineConfig(kind="nemo_rl", base_urls=urls, **settings))
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+engine_at = functools.partial(opened, NemoRlEngine, kind="nemo_rl")
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@ No SGLang can run here (it needs a GPU), so what a server does beyond these shap
 
 import asyncio
 import contextlib
+import functools
 import json
 from array import array
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine_helpers import CACHE, ask, play, user
+from engine_helpers import CACHE, ask, opened, play, user
 from nemo_rl_helpers import letter_by_letter, words
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
@@ -21,7 +22,7 @@ from polar_env.engine import Session, tokenizer
 from polar_env.engine.sglang import SglangEngine
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow, EngineRefused
 from polar_env.types import Continuation, EngineReply, HoleKind, ModelRequest, Sampling, StopReason, ToolCall
-from served_helpers import always, serving
+from served_helpers import always, hang, serving
 
 LOOK = 'I look.<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
 
@@ -65,11 +66,7 @@ class Sglang:
         if body["stream"] and body["return_meta_info"]:
             return _error(400, "return_meta_info is not supported with streaming.")
         if self.fault == "hang":
-            self.started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.aborted.set()
+            await hang(self.started, self.aborted)
         if self.fault in ERRORS:
             return _error(*ERRORS[self.fault])
         given = None if self.fault == "ignores_ids" else body.get("input_ids")
@@ -118,13 +115,7 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"object": "error", "message": message, "type": "x", "code": status}, status=status)
 
 
-@contextlib.asynccontextmanager
-async def engine_at(*urls: str, **settings):
-    engine = SglangEngine(EngineConfig(kind="sglang", base_urls=urls, **settings))
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+engine_at = functools.partial(opened, SglangEngine, kind="sglang")
 
 
 @contextlib.asynccontextmanager

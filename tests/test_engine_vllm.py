@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_helpers import BASH, PATIENT, TOOL_ANSWER, Answer, Step, VllmServer, ask, play, user
+from engine_helpers import BASH, PATIENT, TOOL_ANSWER, Answer, Step, VllmServer, ask, opened, play, user
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
 from polar_env.engine import Session
@@ -25,13 +26,7 @@ from polar_env.types import Delta, EngineReply, HoleKind, Sampling, StopReason, 
 SHARED = Path(__file__).parents[2] / "shared" / "vllm_samples"
 
 
-@contextlib.asynccontextmanager
-async def engine_at(*urls: str, **settings):
-    engine = VllmEngine(EngineConfig(base_urls=urls, **settings))
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+engine_at = functools.partial(opened, VllmEngine)
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@ back. Against a scripted server with a real tokenizer and template; the real ser
 
 import asyncio
 import contextlib
+import functools
 import json
 from array import array
 from collections.abc import Callable
@@ -11,9 +12,8 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from engine_helpers import ask, play, user
+from engine_helpers import ask, opened, play, user
 from polar_env.capture import judge
-from polar_env.config import EngineConfig
 from polar_env.engine import Session
 from polar_env.engine.scripted import history
 from polar_env.engine.vllm import VllmEngine
@@ -26,13 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=64)
 
 
-@contextlib.asynccontextmanager
-async def engine_at(*urls: str, **settings):
-    engine = VllmEngine(EngineConfig(base_urls=urls, **settings))
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+engine_at = functools.partial(opened, VllmEngine)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

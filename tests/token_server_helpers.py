@@ -16,7 +16,7 @@ from aiohttp import web
 
 from engine_helpers import CACHE, event
 from polar_env.engine import tokenizer
-from served_helpers import serving
+from served_helpers import hang, serving
 
 END = 151_645
 LOOK = '<think>why</think>\n\n<tool_call>{"name":"bash","arguments":{"command":"ls"}}</tool_call><|im_end|>'
@@ -138,11 +138,7 @@ class TokenServer:
             case "error_event":
                 await response.write(event({"error": {"message": "EngineCore died", "code": 500}}))
             case "hang":
-                self.started.set()
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    self.aborted.set()
+                await hang(self.started, self.aborted)
             case _:
                 return True
         return False

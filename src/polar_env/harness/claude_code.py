@@ -16,10 +16,8 @@ from polar_env.harness.reading import (
     STEADY_DATE,
     died,
     failure,
-    flat_text,
-    json_lines,
+    last_result,
     last_text,
-    mapping,
     string,
     tail,
     timeout,
@@ -104,13 +102,7 @@ class ClaudeCode:
 
     def read(self, exit: HarnessExit) -> Report:
         """The last ``result`` event decides: ``subtype`` alone says success for an API error."""
-        result: dict[str, Any] = {}
-        said = ""
-        for event in json_lines(exit.stdout):
-            if event.get("type") == "result":
-                result = event
-            elif event.get("type") == "assistant":
-                said = flat_text(mapping(event.get("message")).get("content")) or said
+        result, said = last_result(exit.stdout)
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)
         if not result:

@@ -23,9 +23,8 @@ from polar_env.harness.reading import (
     STEADY_DAY,
     died,
     failure,
-    flat_text,
-    json_lines,
     kind_by_system,
+    last_result,
     last_text,
     mapping,
     string,
@@ -97,14 +96,7 @@ class QwenCode:
 
     def read(self, exit: HarnessExit) -> Report:
         """The last ``result`` event decides; at the turn limit there is none, only an exit code."""
-        result: dict[str, Any] = {}
-        said = ""
-        for event in json_lines(exit.stdout):
-            if event.get("type") == "result":
-                result = event
-            elif event.get("type") == "assistant":
-                text = flat_text(mapping(event.get("message")).get("content"))
-                said = said if text.startswith(API_ERROR) else text or said
+        result, said = last_result(exit.stdout, unsaid=API_ERROR)
         if exit.timed_out:
             return Report(Outcome.AGENT_TIMEOUT, timeout(self.name, exit), said)
         if exit.code == TURN_LIMIT_CODE and not result:

@@ -56,6 +56,20 @@ def last_event(text: str, kind: str) -> dict[str, Any]:
     return found
 
 
+def last_result(text: str, unsaid: str = "") -> tuple[dict[str, Any], str]:
+    """(the last ``result`` event, the last words the assistant said before it) of a stream-json run; empty where there
+    are none. Words that begin with ``unsaid`` are the CLI's own."""
+    result: dict[str, Any] = {}
+    said = ""
+    for event in json_lines(text):
+        if event.get("type") == "result":
+            result = event
+        elif event.get("type") == "assistant":
+            words = flat_text(mapping(event.get("message")).get("content"))
+            said = said if unsaid and words.startswith(unsaid) else words or said
+    return result, said
+
+
 def tail(text: str) -> str:
     """The end of ``text``, at most TAIL_CHARS characters."""
     text = text.strip()
