@@ -626,6 +626,24 @@ async def test_processes_have_a_limit(repo: Path) -> None:
         assert host_processes("7014.25") == []
 
 
+@needs_cgroups
+async def test_what_runs_after_a_kill_has_the_same_limits(repo: Path) -> None:
+    """Tests are graded after one, and what they run is the agent's."""
+    fork = "import os, signal\nwhile os.fork(): pass\nsignal.pause()"
+    async with open_sandbox(box_of(repo, memory_mib=64), SandboxConfig(pids=20)) as sandbox:
+        first = sandbox.groups.folders
+        await sandbox.kill()
+        await sandbox.kill()
+        many = await sandbox.exec(["/usr/bin/python3", "-c", fork, "7014.26"], timeout=20)
+        assert b"BlockingIOError" in many.stderr
+        full = await sandbox.exec(sh("head -c 200m /dev/zero | tail -c 200m | wc -c"), timeout=60)
+        assert full.out_of_memory
+        second = sandbox.groups.folders
+        assert second
+        assert not {*first} & {*second}
+    assert not any(folder.exists() for folder in (*first, *second))
+
+
 async def test_every_place_that_can_be_written_has_a_limit(repo: Path) -> None:
     async with open_sandbox(box_of(repo), SandboxConfig(disk_mib=2)) as sandbox:
         for place in ("/testbed", "/tmp", "/home/agent", "/run", "/dev/shm", "/var/tmp"):

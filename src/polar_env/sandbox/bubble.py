@@ -12,6 +12,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
 from typing import Any
+from uuid import uuid4
 
 from polar_env.errors import SandboxError, boundary
 from polar_env.sandbox import ExecResult, Overlay, cgroups, janitor, netns, process, root, seccomp, trees
@@ -51,6 +52,9 @@ class Bubble:
     spaces: Spaces | None = None
     killed: bool = False
     """Its processes were ended by ``kill``; its files are still there."""
+    spent: cgroups.Cgroups = cgroups.Cgroups()  # noqa: RUF009 - frozen
+    """The groups of before ``kill``. The files that the agent wrote to memory count there and may fill them, so what
+    comes after has groups of its own, with the same limits: a test run is an agent's code too."""
     _serial: int = 0
     _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -68,8 +72,7 @@ class Bubble:
     def _spec(self, do: str, spaces: Joined | None = None, **more: Any) -> dict[str, Any]:
         """What the helper is told: by default to work among the agent's processes, alone once they were killed."""
         place = spaces or (self._spaces.alone(scratch=do == "exec") if self.killed else self._spaces.alive())
-        inside = spaces is None and not self.killed
-        return {"do": do, "spaces": place, "cgroups": self.groups.procs if inside else (), **more}
+        return {"do": do, "spaces": place, "cgroups": self.groups.procs if spaces is None else (), **more}
 
     async def exec(
         self,
@@ -83,22 +86,22 @@ class Bubble:
     ) -> ExecResult:
         """See ``polar_env.sandbox.sandbox.Sandbox.exec``."""
         self._serial += 1
-        mark = self._serial
+        mark, groups = self._serial, self.groups
         spec = self._spec(
             "exec",
             argv=list(argv),
             env={**self.env, **(env or {})},
             cwd=cwd or self.layout.workdir,
             filter=seccomp.program().hex(),
-            limits=self.layout.limits.rlimits(self.groups),
+            limits=self.layout.limits.rlimits(groups),
             mark=mark,
         )
         stop = () if self.killed else (lambda: self._kill_one(mark), self.kill)
-        before = self.groups.oom_kills()
+        before = groups.oom_kills()
         result = await process.run(spec, stdin=stdin, timeout=timeout, output_limit=output_limit, stop=stop)
         if result.code in (None, _KILLED) and not result.timed_out and await asyncio.to_thread(self._died):
             raise SandboxError("the sandbox died while a command ran in it: its init was killed")
-        return replace(result, out_of_memory=self.groups.oom_kills() > before)
+        return replace(result, out_of_memory=groups.oom_kills() > before)
 
     async def _kill_one(self, mark: int) -> None:
         """Kill one exec's processes. An agent can shoot the helper or take the mark off: ``kill`` is what follows."""
@@ -135,10 +138,14 @@ class Bubble:
         """
         if not self.running:
             raise SandboxError("the sandbox is closed, or its init has died")
-        self.killed = True
+        again, self.killed = self.killed, True
         self._signal()
         if not await asyncio.to_thread(trees.wait_pidfd, self.pidfd, FILE_TIMEOUT):
             raise SandboxError("the sandbox's processes cannot be killed: the kernel holds one of them")
+        if not again:
+            self.spent, self.groups = self.groups, self.layout.limits.groups(f"polar-{uuid4().hex[:12]}")
+            for folder in self.groups.folders:
+                janitor.remove_later(folder)
 
     async def seal(self) -> None:
         """Bound the writable layer and close the root: what runs after the agent is the host's, read-only."""
@@ -191,10 +198,11 @@ class Bubble:
             if self.spaces is not None:
                 self.spaces.close()
                 self.spaces = None
-            await asyncio.to_thread(self.groups.remove)
-            for folder in (*self.groups.folders, *([self.scratch] if self.scratch else [])):
+            for groups in (self.spent, self.groups):
+                await asyncio.to_thread(groups.remove)
+            for folder in (*self.spent.folders, *self.groups.folders, *([self.scratch] if self.scratch else [])):
                 janitor.removed(folder)
-            self.groups = cgroups.Cgroups()
+            self.spent = self.groups = cgroups.Cgroups()
             if self.scratch is not None:
                 await asyncio.to_thread(trees.remove, self.scratch)
                 self.scratch = None
