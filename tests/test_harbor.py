@@ -533,7 +533,7 @@ async def test_a_program_that_hangs_is_the_agent_s_zero_and_a_budget_too_small_i
 ) -> None:
     ready = await prepared(answered, store)
     hangs = "printf '#!/bin/bash\\nsleep 1000\\n' > answer; chmod +x answer"
-    found = await graded(ready, hangs, timeout=4.0)
+    found = await graded(ready, hangs, timeout=5.0)
     assert (found.status, reward(found)) == (VerdictStatus.TESTS_TIMED_OUT, 0.0)
     with pytest.raises(GradeError, match=r"says nothing of the agent; raise budget\.grade"):
         await graded(ready, ANSWER, timeout=0.01)
