@@ -57,6 +57,11 @@ def test_a_good_row_is_accepted() -> None:
     check(good())
 
 
+@pytest.mark.parametrize("reward", [0, 0.25, 0.50390625, 1.0])
+def test_a_reward_between_the_ends_is_accepted_when_it_is_exact(reward: float) -> None:
+    assert violations(good() | {"reward": reward, "reward_components": {}}) == []
+
+
 BREAKS: list[tuple[str, Change]] = [
     ("rule 1: not a JSON object in UTF-8", lambda row: row.update(polar={"detail": "\ud800"})),
     ("rule 1: not a JSON object in UTF-8", lambda row: row.update(polar={"x": math.nan})),

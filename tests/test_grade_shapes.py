@@ -6,7 +6,7 @@ import pytest
 
 from polar_env.errors import GradeError, SandboxError
 from polar_env.grade import patch as patches
-from polar_env.grade.grading import box_of, grade, prewarm
+from polar_env.grade.grading import box_of, grade
 from polar_env.sandbox.sandbox import open_sandbox
 from polar_env.tasks import Prepared
 from polar_env.tasks.rows import task_of
@@ -100,11 +100,7 @@ async def test_tests_of_the_patch_are_left_out_and_flagged(own: Prepared) -> Non
     assert (hooked.status, hooked.flags) == (VerdictStatus.REFUSED, (Flag.TEST_HOOKS,))
 
 
-@pytest.mark.e2e
-async def test_a_hang_is_a_zero_and_a_broken_sandbox_is_no_verdict(own: Prepared) -> None:
-    await prewarm(own, sandbox=config())
-    found = await graded(own, running("import time", "time.sleep(7031.25)"), timeout=30)
-    assert found.status is VerdictStatus.TESTS_TIMED_OUT
+async def test_a_broken_sandbox_is_no_verdict(own: Prepared) -> None:
     with pytest.raises(GradeError, match="grading sandbox"):
         await grade(own, FIX.encode(), sandbox=config(bwrap="/nowhere/bwrap"), timeout=10)
 
@@ -131,7 +127,7 @@ async def test_a_row_without_a_fix_is_graded_and_its_pass_is_proved(tmp_path: Pa
 
 
 @pytest.mark.e2e
-async def test_a_test_of_the_repository_that_must_stay_is_put_back(tmp_path: Path) -> None:
+async def test_a_file_that_must_stay_is_put_back_and_a_hang_is_a_zero(tmp_path: Path) -> None:
     """A file given as null is as the repository has it, whatever a runner's ids look like."""
     check = ["import gadget", "print('PASSED' if gadget.half(5) == 2 else 'FAILED', 'check')"]
     files = {"gadget.py": CODE, "check.py": "\n".join([*check, ""])}
@@ -141,6 +137,8 @@ async def test_a_test_of_the_repository_that_must_stay_is_put_back(tmp_path: Pat
     cheat = f"--- a/check.py\n+++ b/check.py\n@@ -1,2 +1 @@\n{removed}+print('PASSED check')\n"
     found = await graded(prepared, f"diff --git a/check.py b/check.py\n{cheat}{NOTHING}")
     assert (found.status, found.flags) == (VerdictStatus.UNRESOLVED, (Flag.TESTS_EDITED,))
+    hang = await graded(prepared, running("import time", "time.sleep(7031.25)"), timeout=10)
+    assert hang.status is VerdictStatus.TESTS_TIMED_OUT
     resolved = await graded(prepared, OTHER_FIX)
     assert (resolved.status, resolved.flags) == (VerdictStatus.RESOLVED, (Flag.UNPROVEN,))
 
@@ -152,7 +150,7 @@ async def test_a_test_of_the_repository_that_must_stay_is_put_back(tmp_path: Pat
 async def test_a_swe_gym_row_is_graded_by_its_own_script(tmp_path: Path) -> None:
     """Its install needs a network and says so; the tests run all the same, as in its image."""
     prepared = ready(tmp_path, swegym_row(repo="facebookresearch/hydra"), {**FILES, "conftest.py": ""})
-    found = await graded(prepared, OTHER_FIX)
+    found = await graded(prepared, FIX)
     assert (found.status, found.fail_to_pass, found.pass_to_pass) == (VerdictStatus.RESOLVED, (1, 1), (1, 1))
     assert found.flags == ()
     found = await graded(prepared, NOTHING)
