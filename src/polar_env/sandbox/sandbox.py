@@ -164,6 +164,9 @@ class Foreign:
     """Processes that were there before any command: the container's own, which kill() spares."""
     _scratch: str = field(default_factory=lambda: f"/tmp/.polar-{uuid4().hex[:8]}")  # noqa: S108 - in the sandbox
 
+    _last: str = ""
+    """Where the last command's files are."""
+
     async def _shell(self, command: str, limit: float = 120.0) -> str:
         with boundary(SandboxError, f"running a command in the {self.provider.name} sandbox"):
             result = await self.provider.exec(self.handle, command, cwd="/", timeout_s=limit)
@@ -194,16 +197,18 @@ class Foreign:
         output_limit: int = OUTPUT_LIMIT,
     ) -> ExecResult:
         """See ``Sandbox.exec``. Output goes through files, because the Gym protocol carries text only."""
-        name, started = f"{self._scratch}/{uuid4().hex[:8]}", time.monotonic()
-        source = f"{name}.in" if stdin else "/dev/null"
+        place, started = f"{self._scratch}/{uuid4().hex[:8]}", time.monotonic()
+        source = f"{place}/in" if stdin else "/dev/null"
         if stdin:
             await self.write(source, stdin)
         # dd writes what it reads at once (a timeout kills it); cat drains the rest, so the command never blocks
         keep = f"bs=65536 iflag=count_bytes count={output_limit} 2>/dev/null"
-        cap = f"{{ dd of={name}.%s {keep}; cat > /dev/null; }}"
-        inner = f"( {shlex.join(argv)} < {source}; echo $? > {name}.code )"
-        # whoever empties /tmp takes the place of our files with it
-        command = f"mkdir -p {self._scratch}; ( {inner} 2>&1 1>&3 3>&- | {cap % 'err'} ) 3>&1 | {cap % 'out'}"
+        cap = f"{{ dd of={place}/%s {keep}; cat > /dev/null; }}"
+        inner = f"( {shlex.join(argv)} < {source}; echo $? > {place}/code )"
+        # a command takes the last one's files away: one call of the engine less for each
+        room = f"rm -rf {self._last}; mkdir -p {place}"
+        command = f"{room}; ( {inner} 2>&1 1>&3 3>&- | {cap % 'err'} ) 3>&1 | {cap % 'out'}; rm -f {place}/in"
+        self._last = place
         with boundary(SandboxError, f"running {argv[0]} in the {self.provider.name} sandbox"):
             result = await self.provider.exec(
                 self.handle, command, cwd=cwd or self.workdir, env=dict(env or {}), timeout_s=timeout
@@ -213,27 +218,29 @@ class Foreign:
             raise SandboxError(f"{self.provider.name} sandbox: {result.stderr or result.error_type}")
         if timed_out:
             await self.kill()
-        code = None if timed_out else await self._code(f"{name}.code")
-        out, err = [await self._output(f"{name}.{kind}", code is not None) for kind in ("out", "err")]
-        with suppress(SandboxError):  # whoever shoots every command may shoot this one
-            await self._shell(f"rm -f {name}.*")
-        return ExecResult(code, out, err, timed_out, time.monotonic() - started)
+        code, out, err = await self._results(place)
+        code = None if timed_out else code
+        if code is not None and (out is None or err is None):
+            raise SandboxError(f"{self.provider.name} sandbox: what {argv[0]} printed is gone")
+        return ExecResult(code, out or b"", err or b"", timed_out, time.monotonic() - started)
 
-    async def _code(self, path: str) -> int | None:
-        """The exit code a command left; ``None`` when it was killed before it could."""
-        try:
-            return int(await self.read(path))
-        except (SandboxError, ValueError):
-            return None
-
-    async def _output(self, path: str, ended: bool) -> bytes:
-        """What a command printed; nothing when it was killed before its output had a file."""
-        try:
-            return await self.read(path)
-        except SandboxError:
-            if ended:
-                raise
-            return b""
+    async def _results(self, place: str) -> tuple[int | None, bytes | None, bytes | None]:
+        """(exit code, output, error output) of a command; ``None`` for what it was killed before it could leave."""
+        found: list[bytes | None] = []
+        with tempfile.TemporaryDirectory(prefix="polar-down-") as folder:
+            if self.provider.name == "docker":  # all in one
+                with suppress(SandboxError):
+                    await asyncio.to_thread(_docker, "cp", f"{self.handle.raw.name}:{place}/.", folder)
+            for name in ("code", "out", "err"):
+                try:
+                    local = Path(folder, name)
+                    if self.provider.name != "docker":
+                        await self.provider.download_file(self.handle, f"{place}/{name}", local)
+                    found.append(await asyncio.to_thread(_regular, local))
+                except (OSError, ValueError, RuntimeError, SandboxError):
+                    found.append(None)
+        told, out, err = found
+        return (int(told) if told and told.strip().isdigit() else None), out, err
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         await self._shell(f"mkdir -p -- {shlex.quote(os.path.dirname(path) or '/')}")  # noqa: PTH120 - a sandbox path
