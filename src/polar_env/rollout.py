@@ -235,7 +235,8 @@ async def _live(
         finally:
             with ending.phase("finalise"):
                 await _finalise(session, sandbox, config, ending)
-        if job.prepared is None and grading.grades_left(prepared) and not isinstance(ending.error, SandboxError):
+        ours = isinstance(ending.error, SandboxError) or session.outcome in INFRASTRUCTURE
+        if job.prepared is None and grading.grades_left(prepared) and not ours:
             ending.verdict = await _grade(ending, config, sandbox)
 
 

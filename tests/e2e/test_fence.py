@@ -17,6 +17,7 @@ from polar_env.proxy.server import ProxyServer
 from polar_env.rollout import _play, rollout
 from polar_env.sandbox import Box
 from polar_env.sandbox.sandbox import open_sandbox
+from polar_env.tasks import Prepared
 from polar_env.types import Delta, EngineReply, ModelRequest, Outcome, Sampling
 from polar_env.verdict import VerdictStatus
 from proxy_helpers import PlayedEngine, stage
@@ -81,7 +82,9 @@ async def test_an_agent_s_budget_ends_when_it_and_the_time_at_the_fence_are_over
             asking = group.create_task(here.ask("hi"))
             await until(here.proxy.fence, held=1)
             harness = make_harness(config.harness)
-            playing = group.create_task(_play(job(config), harness, here.session, sandbox, config))
+            one = job(config)
+            prepared = Prepared(one.task, base_commit="", repo=tmp_path, env=None, git_dir=None)
+            playing = group.create_task(_play(one, harness, here.session, sandbox, config, prepared))
             await asyncio.sleep(1.5)
             assert not playing.done()
             here.proxy.fence.resume()
