@@ -174,8 +174,7 @@ async def _rollout(
 
 
 def _judge_age(ending: _Ending, sealed: SealedLedger, proxy: ProxyServer, config: PolarConfig, failed: bool) -> None:
-    """Note whether what may train is older than ``engine.max_policy_age`` by now; then it is masked, unless it is only
-    to be reported. A rollout that ``failed`` keeps its own reason."""
+    """Note whether what may train is over ``engine.max_policy_age``, and mask it then; what ``failed`` says its own."""
     kept = sealed.delivered - sealed.superseded
     trained = (r for r in sealed.records if r.kind in config.trajectory.trained_kinds and r.call_id in kept)
     stale = proxy.fence.stale(_versions(trained))
