@@ -174,7 +174,7 @@ async def _rollout(
 
 
 def _judge_age(ending: _Ending, sealed: SealedLedger, proxy: ProxyServer, config: PolarConfig, failed: bool) -> None:
-    """Note whether what may train is over ``engine.max_policy_age``, and mask it then; what ``failed`` says its own."""
+    """Note whether what may train is over ``engine.max_policy_age``; then it is masked, unless it ``failed`` anyway."""
     kept = sealed.delivered - sealed.superseded
     trained = (r for r in sealed.records if r.kind in config.trajectory.trained_kinds and r.call_id in kept)
     stale = proxy.fence.stale(_versions(trained))
