@@ -27,6 +27,8 @@ PACKAGES = ("docker.io", "containerd", "runc", "tini")
 """What holds them in Debian and Ubuntu; where the client is a package of its own, it is ``docker-cli``."""
 STARTED = 30.0
 """Seconds until the engine answers; one is usual."""
+_BESIDE = (Path("/run/docker"), Path("/run/containerd"))
+"""What an engine makes outside of the folders it is given."""
 _CACHE = "POLAR_CACHE"
 _PYTHON, _LIBRARY = "/usr/bin/python3", "import sysconfig; print(sysconfig.get_path('stdlib'))"
 
@@ -79,6 +81,7 @@ def docker_engine() -> Generator[Mapping[str, str]]:
     """A running engine; gives the variables a client needs (PATH, DOCKER_HOST). Raises NoDockerError with the end of
     its log when it does not start here."""
     found = programs()
+    made = [place for place in _BESIDE if not place.exists()]
     with tempfile.TemporaryDirectory(prefix="polar-docker-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         client = {"PATH": found["PATH"], "DOCKER_HOST": f"unix://{folder}/sock", "DOCKER_CONFIG": f"{folder}/client"}
@@ -94,6 +97,8 @@ def docker_engine() -> Generator[Mapping[str, str]]:
                 finally:
                     _end(client, engine)
                     _unmount(folder)
+                    for place in made:
+                        shutil.rmtree(place, ignore_errors=True)
 
 
 def docker(client: Mapping[str, str], *words: str, stdin: IO[bytes] | None = None) -> "CompletedProcess[bytes]":

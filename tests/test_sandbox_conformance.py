@@ -14,7 +14,8 @@ from polar_env.config import SandboxConfig
 from polar_env.errors import SandboxError
 from polar_env.sandbox import Box
 from polar_env.sandbox.conformance import CHECKS, ISOLATION, Opener, check_sandbox, opener
-from polar_env.sandbox.sandbox import Foreign, Sandbox, open_sandbox
+from polar_env.sandbox.sandbox import Foreign, Sandbox, end_agent, open_sandbox, still_there
+from sandbox_helpers import PlainProvider
 
 BUBBLEWRAP = opener(Box(workdir="/tmp"), SandboxConfig())
 
@@ -103,3 +104,20 @@ async def test_what_is_wrong_is_told_by_name() -> None:
     assert found["commands"].startswith("AssertionError: output: b'b c")
     assert found["files"].startswith("AssertionError: reading nothing was not refused")
     assert {check.__name__ for check in CHECKS} > ISOLATION
+
+
+async def test_a_sandbox_that_dies_is_ours_to_answer_for_where_nobody_can_say_why() -> None:
+    """Only an engine that is well and has the container shows that its agent broke it (tests/e2e/test_harbor.py)."""
+    async with BUBBLEWRAP() as ours:
+        await end_agent(ours)
+        assert not await still_there(ours)
+    with pytest.raises(SandboxError, match="closed"):
+        await end_agent(ours)
+    provider = PlainProvider()
+    handle = await provider.create(SandboxSpec(workdir="/tmp", resources=SandboxResources()))
+    foreign = Foreign(provider, handle, "/tmp")
+    await foreign.remember()
+    assert (await foreign.changes(), await still_there(foreign)) == ([], False)
+    await provider.close(handle)
+    with pytest.raises(SandboxError):
+        await end_agent(foreign)
