@@ -81,7 +81,6 @@ class PolarEnvironment:
         capacity.open_files(self.config.concurrency if self._elsewhere is None else 0)
         capacity.settle()
         capacity.threads(self.config.concurrency)
-        capacity.threads(self.config.concurrency)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
             await stack.enter_async_context(self._proxy)
