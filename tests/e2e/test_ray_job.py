@@ -24,7 +24,7 @@ from rollout_helpers import AGENT, STORE, adopting, below_us, settled
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.ray,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(not find_spec("aiohttp_cors"), reason="Ray's job server needs ray[default]"),
 ]
 
@@ -66,7 +66,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Map
         )
         stack.callback(head.wait)
         stack.callback(end, known)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while not reachable(port):  # poll: it is another program
             assert head.poll() is None, (token.parent / "said").read_text()
             assert time.monotonic() < deadline, (token.parent / "said").read_text()
