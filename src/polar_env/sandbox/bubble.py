@@ -12,7 +12,6 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket, socketpair
 from typing import Any
-from uuid import uuid4
 
 from polar_env.errors import SandboxError, boundary
 from polar_env.sandbox import ExecResult, Overlay, cgroups, janitor, netns, process, root, seccomp, trees
@@ -143,7 +142,7 @@ class Bubble:
         if not await asyncio.to_thread(trees.wait_pidfd, self.pidfd, FILE_TIMEOUT):
             raise SandboxError("the sandbox's processes cannot be killed: the kernel holds one of them")
         if not again:
-            self.spent, self.groups = self.groups, self.layout.limits.groups(f"polar-{uuid4().hex[:12]}")
+            self.spent, self.groups = self.groups, self.layout.limits.groups()
             for folder in self.groups.folders:
                 janitor.remove_later(folder)
 

@@ -107,7 +107,7 @@ class BubblewrapProvider:
                 return SandboxHandle(f"polar-{uuid4().hex[:12]}", self.name, bubble)
 
     async def _start(self, spec: SandboxSpec, layout: Layout, writes: str) -> Bubble:
-        groups = layout.limits.groups(f"polar-{uuid4().hex[:12]}")
+        groups = layout.limits.groups()
         scratch = None if writes == "memory" else await asyncio.to_thread(trees.make, self.scratch)
         for folder in (*groups.folders, *([scratch] if scratch else [])):
             janitor.remove_later(folder)

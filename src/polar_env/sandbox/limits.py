@@ -1,8 +1,10 @@
 """How much of the machine a sandbox may use. Control groups hold it; resource limits stand in where there are none."""
 
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from polar_env.sandbox import cgroups
 
@@ -26,8 +28,10 @@ class Limits:
     automatic: bool = False
     """The memory limit is our own choice: where it cannot be held for all processes it holds for each."""
 
-    def groups(self, name: str) -> cgroups.Cgroups:
-        """Control groups that hold them. Raises SandboxError where a limit that was asked for cannot be held."""
+    def groups(self) -> cgroups.Cgroups:
+        """Control groups that hold them, named after this process: who finds one left knows whose it was. Raises
+        SandboxError where a limit that was asked for cannot be held."""
+        name = f"polar-{os.getpid()}-{uuid4().hex[:12]}"
         return cgroups.limit(name, self.memory_mib, self.cpus, pids=self.pids, automatic=self.automatic)
 
     def rlimits(self, groups: cgroups.Cgroups) -> list[tuple[int, int]]:
