@@ -13,8 +13,8 @@ from engine_helpers import VllmServer
 from polar_env import demo
 from polar_env.config import compose, load
 from polar_env.demo import Demo
-from polar_env.errors import ConfigError, EngineError
-from polar_env.gym import rows
+from polar_env.errors import ConfigError, EngineError, SandboxError
+from polar_env.gym import launch, rows
 from polar_env.gym.resources_server import settings as served
 from polar_env.types import Outcome
 from polar_env.verdict import VerdictStatus
@@ -276,3 +276,16 @@ async def test_ctrl_c_says_in_one_line_what_was_kept_and_where(tmp_path: Path):
     last = printed.decode().splitlines()[-1]
     assert "interrupted: 0 rollouts had ended; logs of all that began are in mine/sessions" in last
     assert names_below(tmp_path) == ["mine"]
+
+
+async def test_gym_s_servers_that_die_under_the_rollouts_are_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    async def lost() -> None:
+        raise ZeroDivisionError("as its HTTP client would")
+
+    class Collecting:
+        def run_examples(self, **asked: Any) -> list[Any]:
+            return [lost()]
+
+    monkeypatch.setattr(launch, "RolloutCollectionHelper", Collecting)
+    with pytest.raises(SandboxError, match="lost with NeMo Gym's servers: ZeroDivisionError"):
+        await demo.collect([posted(0)], None, [])

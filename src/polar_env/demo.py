@@ -19,7 +19,7 @@ from typing import Any
 
 from polar_env.config import PolarConfig
 from polar_env.engine import tokenizer
-from polar_env.errors import ConfigError, boundary
+from polar_env.errors import ConfigError, PolarError, boundary
 from polar_env.gym import contract, launch
 from polar_env.gym.dataset import dataset_row
 from polar_env.named import harness_named, make_harness
@@ -69,6 +69,10 @@ def run(demo: Demo) -> int:
             play(demo, done)
         except (KeyboardInterrupt, SystemExit):
             interrupted(demo, done)
+            raise
+        except PolarError:
+            if done:
+                interrupted(demo, done)
             raise
         return report(demo, sorted(done, key=lambda pair: (pair[0]["_ng_task_index"], pair[0]["_ng_rollout_index"])))
 

@@ -170,10 +170,19 @@ def running(polar: Mapping[str, Any], workdir: Path) -> Generator[BaseServerConf
 async def collect(
     rows: Sequence[dict[str, Any]], head: BaseServerConfig
 ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(row, result) pairs as rollouts finish; all rows are posted at once, as NeMo-RL does."""
+    """(row, result) pairs as rollouts finish; all rows are posted at once, as NeMo-RL does.
+
+    Raises SandboxError: Gym's servers are gone, or answered with an error.
+    """
     futures = cast(
         "Iterator[Awaitable[tuple[dict[str, Any], dict[str, Any]]]]",
         RolloutCollectionHelper().run_examples(examples=list(rows), head_server_config=head),
     )
     for future in futures:
-        yield await future
+        try:
+            pair = await future
+        except Exception as error:  # Gym raises its HTTP client's own
+            raise SandboxError(
+                f"a rollout was lost with NeMo Gym's servers: {type(error).__name__}: {error}"
+            ) from error
+        yield pair
