@@ -12,7 +12,7 @@ from polar_env.tasks import Prepared
 from polar_env.tasks.rows import task_of
 from polar_env.verdict import Flag, Verdict, VerdictStatus
 from sandbox_helpers import config
-from shapes_helpers import CODE, FILES, FIX, OTHER_FIX, PYTEST, TESTS, own_row, r2e_row, ready, swegym_row
+from shapes_helpers import CODE, FILES, FIX, IDS, OTHER_FIX, PYTEST, TESTS, own_row, r2e_row, ready, swegym_row
 
 pytestmark = pytest.mark.timeout(900)
 """A grading is a dozen sandboxes, one after the other; the machine may have other things to do."""
@@ -61,6 +61,30 @@ async def test_the_right_fix_is_resolved_and_a_change_that_fixes_nothing_is_not(
     found = await graded(own, NOTHING)
     assert (found.status, found.fail_to_pass) == (VerdictStatus.UNRESOLVED, (1, 2))
     assert (await graded(own, "")).status is VerdictStatus.EMPTY_PATCH
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"test_command": "no_such_pytest -rA tests"}, "no_such_pytest"),
+        ({"tests": ..., "FAIL_TO_PASS": [IDS[0][0]], "PASS_TO_PASS": ["tests/test_gadget.py::test_gone"]}, "test_gone"),
+    ],
+    ids=["a command that is not there", "a test that never passed"],
+)
+async def test_a_row_without_a_fix_whose_tests_do_not_work_is_no_zero(
+    broken: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    row = ready(tmp_path, own_row(patch=..., **broken))
+    with pytest.raises(GradeError, match=f"brings no fix.*{said}"):
+        await graded(row, OTHER_FIX)
+
+
+@pytest.mark.e2e
+async def test_a_row_without_a_fix_is_graded_by_its_tests(tmp_path: Path) -> None:
+    row = ready(tmp_path, own_row(patch=..., tests=..., FAIL_TO_PASS=list(IDS[0]), PASS_TO_PASS=list(IDS[1])))
+    assert (await graded(row, OTHER_FIX)).status is VerdictStatus.RESOLVED
+    assert (await graded(row, NOTHING)).status is VerdictStatus.UNRESOLVED
 
 
 @pytest.mark.e2e

@@ -19,12 +19,12 @@ from typing import Any
 from polar_env.errors import GradeError, boundary
 from polar_env.grade import report as official
 from polar_env.grade.audit import Changes
-from polar_env.grade.hidden import Hidden
+from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.trial import Course, Trial, run
 from polar_env.tasks import Prepared
 from polar_env.tasks.once import make_once
 
-FORMAT = 5
+FORMAT = 6
 """Raised when what is measured, or how, changes: old measurements are then left alone."""
 LEAST, TIMES = 120.0, 5.0
 """A patch's tests get this many seconds, or this many times what the right fix took, whichever is more."""
@@ -80,13 +80,17 @@ async def right(course: Course, tests: Hidden) -> Right:
     """The measurement, from disk after the first time.
 
     Raises:
-        GradeError: the row's fix is not resolved here. SandboxError: the sandbox failed.
+        GradeError: the row's fix is not resolved here; of a row without one, what passed before does not pass here.
+        SandboxError: the sandbox failed.
     """
     plain = await remembered(course.prepared, course.config.provider, "right", partial(_measure, course, tests))
     changes = Changes.of(plain["changes"])
     found = Right(plain["seconds"], plain["statuses"], changes, plain["resolved"], plain["detail"])
-    if course.prepared.task.row.get("patch") and not found.resolved:
+    fix = course.prepared.task.row.get("patch")
+    if fix and not found.resolved:
         raise GradeError(f"the row's own fix is not resolved in this environment, so nothing can be: {found.detail}")
+    if not fix and found.detail:
+        raise GradeError(f"the row brings no fix, and its tests do not work on the unchanged tree: {found.detail}")
     return found
 
 
@@ -128,21 +132,33 @@ async def _measure(course: Course, tests: Hidden) -> dict[str, Any]:
     row = course.prepared.task.row
     patch = str(row.get("patch") or "").encode()
     course = replace(course, timeout=max(course.timeout, BUDGET))
-    trial, resolved = await run(course, patch, tests), False
-    for attempt in range(2):
-        if attempt:
-            trial = await run(course, patch, tests)
+    told: dict[str, Any] = {}
+    for _ in range(2):
+        trial = await run(course, patch, tests)
+        statuses = await asyncio.to_thread(read, row, trial)
         resolved = await asyncio.to_thread(_resolves, row, trial) if patch else False
-        if resolved or not patch:
+        detail = "" if resolved else _why(trial) if patch else _unsound(row, trial, statuses)
+        told = {
+            "seconds": trial.seconds,
+            "statuses": statuses,
+            "changes": trial.changes.plain(),
+            "resolved": resolved,
+            "detail": detail,
+        }
+        if not detail:
             break
-    statuses = await asyncio.to_thread(read, row, trial)
-    return {
-        "seconds": trial.seconds,
-        "statuses": statuses,
-        "changes": trial.changes.plain(),
-        "resolved": resolved,
-        "detail": "" if resolved else _why(trial),
-    }
+    return told
+
+
+def _unsound(row: Mapping[str, Any], trial: Trial, statuses: Mapping[str, str]) -> str:
+    """Why tests cannot be believed that ran on the unchanged tree; empty when nothing speaks against them. Pure."""
+    if not trial.ran or trial.timed_out or trial.code in (126, 127):  # the shell's codes for a command it cannot run
+        return _why(trial)
+    before = () if "polar_expected" in row else listed(row, "PASS_TO_PASS")
+    broken = [test for test in before if status(statuses, test) not in PASSES]
+    if not broken:
+        return ""
+    return f"{len(broken)} of {len(before)} PASS_TO_PASS do not pass, the first is {broken[0]}; {_why(trial)}"
 
 
 def _resolves(row: Mapping[str, Any], trial: Trial) -> bool:
@@ -154,5 +170,5 @@ def _resolves(row: Mapping[str, Any], trial: Trial) -> bool:
 
 def _why(trial: Trial) -> str:
     if trial.failed or trial.timed_out:
-        return trial.failed or "its tests ran out of time"
-    return f"its tests end with {trial.tests[-300:].decode('utf-8', 'replace')!r}"
+        return trial.failed or "they ran out of time"
+    return f"they end with {trial.tests[-300:].decode('utf-8', 'replace')!r}"
