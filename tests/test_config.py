@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hydra import initialize_config_dir
@@ -112,7 +113,8 @@ def test_a_provider_may_have_options_we_never_heard_of() -> None:
         ("+proxy.max_cals=5", "did you mean 'max_calls'"),
         ("enigne=vllm", "did you mean 'engine'"),
         ("budget.zzz=1", "known keys: start, agent, grade, finalise"),
-        ("engine=vlm", "scripted"),
+        ("engine=vlm", "did you mean 'vllm'"),
+        ("engine=tgi", "there are: default, nemo_rl, scripted"),
         ("proxy.max_calls=many", "proxy.max_calls: Input should be a valid integer"),
         ("engine.kind=tgi", "'text' or 'scripted'"),
         ("proxy.max_calls", "EQUAL"),
@@ -124,6 +126,32 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(wrong: str, said: 
     with pytest.raises(ConfigError) as caught:
         compose([wrong])
     assert said in str(caught.value)
+
+
+def number(annotation: Any) -> bool:
+    """Whether a value of this type may be a number, whatever stands around it."""
+    return annotation in (int, float) or any(number(inner) for inner in get_args(annotation))
+
+
+ANY_NUMBER = ("trajectory.seed",)
+NUMBERS = [
+    f"{group}.{key}"
+    for group, made in GROUPS.items()
+    for key, field in made.model_fields.items()
+    if number(field.annotation)
+]
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name not in ANY_NUMBER])
+def test_a_number_that_cannot_be_meant_is_refused_by_name(name: str) -> None:
+    group, key = name.split(".")
+    for value in (-2, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=rf"^{group}\.{key}(\..*)?: "):
+            load({group: {key: value}})
+
+
+def test_the_numbers_of_the_configuration_are_found() -> None:
+    assert {"proxy.temperature", "proxy.max_seconds", "sandbox.cpus", "budget.agent", *ANY_NUMBER} <= {*NUMBERS}
 
 
 @pytest.fixture(scope="module")
