@@ -240,6 +240,17 @@ async def test_results_printed_before_the_process_ends_itself_prove_nothing(prep
     assert (found.status, found.flags, found.official) == (VerdictStatus.REFUSED, (Flag.FORCED_PASS,), True)
 
 
+async def test_a_log_on_which_the_official_parser_computes_for_ever_is_the_patch_s_own_and_no_mask(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Django pattern looks from every such line to the end of the log."""
+    monkeypatch.setattr(official, "TIMEOUT", 10.0)
+    endless = running(*WRITE, "atexit.register(w, 'a ... Testing against Django installed in b\\n' * 300_000)")
+    found = await verdict(prepared, endless)
+    assert (found.status, found.fail_to_pass) == (VerdictStatus.UNRESOLVED, (0, 0))
+    assert "reads its own fix's log, and not this one" in found.detail
+
+
 async def test_rewriting_the_script_while_it_runs_changes_nothing(prepared: Prepared) -> None:
     lines = ["import glob", "for p in glob.glob('/tmp/*.sh') + glob.glob('/*.sh'):",
              "    open(p, 'r+').write('echo taken over; exit 0' + chr(10) + '#' * 9000)"]  # fmt: skip

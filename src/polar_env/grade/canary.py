@@ -21,6 +21,7 @@ from typing import Any
 
 from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
+from polar_env.grade.report import UnreadableError
 from polar_env.grade.right import FAILS, PASSES, Right, read, remembered, status
 from polar_env.grade.trial import Course, Trial, run
 from polar_env.verdict import Flag
@@ -312,13 +313,21 @@ async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: 
         problem: Problem | None = None
         for _ in range(2):
             trial = await run(course, patch, step.tests)
-            told = await asyncio.to_thread(read, row, trial)
+            told = await asyncio.to_thread(_told, row, trial)
             problem = judge(step, trial, partial(status, told), others)
             if problem is None or problem.forced:
                 break
         if problem is not None:
             return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem.reason
     return None
+
+
+def _told(row: Mapping[str, Any], trial: Trial) -> dict[str, str]:
+    """What a run says; nothing, when the parser that has read the first run's log cannot read this one. Blocks."""
+    try:
+        return read(row, trial)
+    except UnreadableError:
+        return {}
 
 
 def _solid(ids: Iterable[str], right: Right) -> Iterator[str]:

@@ -29,6 +29,12 @@ _FIELDS = ("instance_id", "image", "repo", "version", "FAIL_TO_PASS", "PASS_TO_P
 """What ``swebench.harness.utils.make_test_spec`` of 5.0 reads of a row."""
 
 
+class UnreadableError(GradeError):
+    """The package was asked and had its time, and has no answer for this log: it raised, or it computes for ever.
+
+    Where it reads the log of the row's own fix, that says something of what was printed, and so of the patch."""
+
+
 class Worker:
     """One grading process. Thread-safe; requests are answered one at a time."""
 
@@ -38,26 +44,31 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
 
-    def ask(self, request: Mapping[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
-        """One request, one answer. Blocks: call it in a thread.
+    def ask(self, request: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """One request, one answer, within ``TIMEOUT`` or other seconds. Blocks: call it in a thread.
 
         Raises:
-            GradeError: the worker died, was too slow (it is killed), or could not do what was asked.
+            UnreadableError: it raised, or was slow while it had a processor for a quarter of the time; it is killed then.
+            GradeError: the worker died, or got no processor.
         """
+        timeout, computed = TIMEOUT if timeout is None else timeout, 0.0
         with self._lock, boundary(GradeError, "reading the grading process's answer"):
             try:
                 process = self._running()
+                computed = self._computed()
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(dict(request)).encode() + b"\n")
                 process.stdin.flush()
                 line = self._line(process, timeout)
             except OSError as error:  # it died (BrokenPipeError), was too slow (TimeoutError) or could not be started
+                busy = isinstance(error, TimeoutError) and self._computed() - computed > timeout / 4
                 words = self._words()
                 self._end()
-                raise GradeError(f"the grading process failed ({error or type(error).__name__}): {words}") from None
+                failure = UnreadableError if busy else GradeError
+                raise failure(f"the grading process failed ({error or type(error).__name__}): {words}") from None
             answer = cast("dict[str, Any]", json.loads(line))
         if "error" in answer:
-            raise GradeError(f"the official grader could not {request['do']}: {answer['error']}")
+            raise UnreadableError(f"the official grader could not {request['do']}: {answer['error']}")
         return answer
 
     def close(self) -> None:
@@ -92,6 +103,16 @@ class Worker:
             raise BrokenPipeError("it ended")
         return line
 
+    def _computed(self) -> float:
+        """Seconds the process was on a processor so far."""
+        if self._process is None:
+            return 0.0
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except FileNotFoundError:
+            return 0.0
+        return sum(map(int, stat.rpartition(") ")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
     def _words(self) -> str:
         """The end of what the process printed to standard error."""
         if self._errors is None:
@@ -121,11 +142,12 @@ def eval_script(row: Mapping[str, Any], worker: Worker = WORKER) -> str:
 
 
 def report(
-    row: Mapping[str, Any], patch: str, log: Path, worker: Worker = WORKER, timeout: float = TIMEOUT
+    row: Mapping[str, Any], patch: str, log: Path, worker: Worker = WORKER, timeout: float | None = None
 ) -> dict[str, Any]:
     """``swebench.harness.grading.get_eval_report`` of one instance: ``resolved``, ``tests_status``, … Blocks.
 
     Raises:
+        UnreadableError: the package has no answer for this log.
         GradeError: the worker failed; says nothing about the patch.
     """
     if row.get("log_parser") in results.PARSERS:
@@ -135,7 +157,8 @@ def report(
 
 
 def statuses(row: Mapping[str, Any], log: Path, worker: Worker = WORKER) -> dict[str, str]:
-    """Test id -> PASSED, FAILED, ERROR, SKIPPED or XFAIL, as the row's own parser reads the log. Blocks."""
+    """Test id -> PASSED, FAILED, ERROR, SKIPPED or XFAIL, as the row's own parser reads the log. Blocks. Raises as
+    ``report`` does."""
     if row.get("log_parser") in results.PARSERS:
         return results.PARSERS[row["log_parser"]](results.printed(log.read_text("utf-8")))
     answer = worker.ask({"do": "statuses", "row": _row(row), "log": os.fspath(log)})

@@ -121,7 +121,12 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
             f"budget.grade gave the tests {course.timeout:g} s, and the row's own fix took {known.seconds:.1f} s: "
             "that a run was cut says nothing of the patch; raise budget.grade"
         )
-    found = await asyncio.to_thread(_decide, course, kept.patch, trial)
+    try:
+        found = await asyncio.to_thread(_decide, course, kept.patch, trial)
+    except official.UnreadableError as error:
+        if not known.resolved:
+            raise
+        found = _Found(VerdictStatus.UNRESOLVED, f"the row's parser reads its own fix's log, and not this one: {error}")
     found = _noticed(found, trial, known, course)
     gold = str(prepared.task.row.get("patch") or "").encode()
     if found.status is not VerdictStatus.RESOLVED or same_change(kept.patch, gold):
@@ -136,7 +141,7 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
 
 
 def _decide(course: Course, patch: bytes, trial: Trial) -> _Found:
-    """What the official report says of a run. Blocks."""
+    """What the official report says of a run. Blocks. Raises as ``report`` does."""
     if not trial.applied:
         return _Found(VerdictStatus.PATCH_FAILED, trial.failed)
     if trial.timed_out:
