@@ -48,7 +48,7 @@ class Worker:
         """One request, one answer, within ``TIMEOUT`` or other seconds. Blocks: call it in a thread.
 
         Raises:
-            UnreadableError: it raised, or was slow while it had a processor for a quarter of the time; it is killed then.
+            UnreadableError: it raised, or was slow (it is killed then) with a processor for a quarter of its time.
             GradeError: the worker died, or got no processor.
         """
         timeout, computed = TIMEOUT if timeout is None else timeout, 0.0
