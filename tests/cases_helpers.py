@@ -20,6 +20,7 @@ from engine_helpers import CACHE
 from polar_env import verify
 from polar_env.capture import Ledger, SegmentLog, rebuild
 from polar_env.config import EngineConfig, HarnessConfig, ProxyConfig, RewardConfig, SandboxConfig, TrajectoryConfig
+from polar_env.ending import Ending, outcome_of
 from polar_env.engine import Engine, Session, tokenizer
 from polar_env.engine.scripted import ScriptedEngine
 from polar_env.engine.scripts import Call, Scene, Turn
@@ -30,7 +31,6 @@ from polar_env.joins import classify
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session as ProxySession
 from polar_env.reward import decide
-from polar_env.rollout import _Ending, _outcome
 from polar_env.trajectory import build
 from polar_env.types import (
     INFRASTRUCTURE,
@@ -233,8 +233,8 @@ class Case:
         return self.ended
 
     def _result(self, sealed: SealedLedger, status: VerdictStatus) -> RolloutResult:
-        ending = _Ending(Prewarm(SandboxConfig()), exit=HarnessExit(0, "", ""))
-        outcome, detail = _outcome(ending, self.session, sealed, SHELL)
+        ending = Ending(Prewarm(SandboxConfig()), exit=HarnessExit(0, "", ""))
+        outcome, detail = outcome_of(ending, self.session, sealed, SHELL)
         verdict = None if outcome in INFRASTRUCTURE else Verdict(status)
         return RolloutResult(
             task_id="case",

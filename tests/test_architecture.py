@@ -111,11 +111,24 @@ TABLE = (
         ),
     ),
     # Level 5: the only composer.
+    Row("ending", 5, (*FACTS, "grade.*", "harness", "proxy.session", "sandbox.*", "tasks")),
     Row("named", 5, (*FACTS, "config", "engine", "harness")),
     Row(
         "rollout",
         5,
-        (*FACTS, *MIDDLE, "bundle", "named", "harness", "grade", "grade.*", "sandbox", "sandbox.*", "proxy.session"),
+        (
+            *FACTS,
+            *MIDDLE,
+            "bundle",
+            "ending",
+            "named",
+            "harness",
+            "grade",
+            "grade.*",
+            "sandbox",
+            "sandbox.*",
+            "proxy.session",
+        ),
     ),
     # Level 6: the doors. The environment serves rows, so it holds what a server holds: an engine, a proxy, a queue.
     Row("gym.contract", 6, FACTS),

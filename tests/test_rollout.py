@@ -8,12 +8,13 @@ import pytest
 
 from gym_helpers import Gated, Stage, configured
 from polar_env.config import EngineConfig, HarnessConfig, PolarConfig, SandboxConfig
+from polar_env.ending import Ending
 from polar_env.errors import CaptureError, ConfigError, EngineError, GradeError, SandboxError
 from polar_env.grade.prewarm import Prewarm
 from polar_env.harness import HARNESSES
 from polar_env.named import harness_class, harness_named, make_engine, make_harness
 from polar_env.proxy.server import ProxyServer
-from polar_env.rollout import RolloutJob, _Ending, open_proxy, rollout
+from polar_env.rollout import RolloutJob, open_proxy, rollout
 from polar_env.tasks import rows as task_rows
 from polar_env.types import Outcome, Sampling
 
@@ -134,7 +135,7 @@ async def test_a_bug_is_raised_not_hidden(stage: Stage, tmp_path: Path):
 
 
 def test_of_several_failures_the_first_is_kept_and_time_adds_up():
-    ending = _Ending(Prewarm(SandboxConfig()))
+    ending = Ending(Prewarm(SandboxConfig()))
     with ending.phase("agent"):
         raise SandboxError("first")
     with ending.phase("agent"):
@@ -153,7 +154,7 @@ def test_of_several_failures_the_first_is_kept_and_time_adds_up():
     ids=["plain", "from a task group", "nested"],
 )
 def test_a_failure_counts_however_a_task_group_wrapped_it(raised: Exception):
-    ending = _Ending(Prewarm(SandboxConfig()))
+    ending = Ending(Prewarm(SandboxConfig()))
     with ending.phase("agent"):
         raise raised
     assert str(ending.error) == "gone"
@@ -161,7 +162,7 @@ def test_a_failure_counts_however_a_task_group_wrapped_it(raised: Exception):
 
 @pytest.mark.parametrize("raised", [KeyError("bug"), ExceptionGroup("tasks", [SandboxError("x"), KeyError("bug")])])
 def test_a_bug_among_failures_is_raised(raised: Exception):
-    ending = _Ending(Prewarm(SandboxConfig()))
+    ending = Ending(Prewarm(SandboxConfig()))
     with pytest.raises((KeyError, ExceptionGroup)), ending.phase("agent"):
         raise raised
     assert ending.error is None

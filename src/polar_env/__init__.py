@@ -35,6 +35,7 @@ NeMo Gym, and the command line goes through the same two.
       capacity.py            what one process can hold: open files, and what is loaded out of collections
       bundle.py              what is kept of a rollout that did not complete
       named.py               names in a configuration -> harness presets, engines
+      ending.py              what is known of a rollout so far, and the word that names how it ended
       rollout.py             the only composer: sandbox, proxy, harness, deadlines -> RolloutResult
       demo.py                the main job: a group per harness through NeMo Gym, and its table
       standalone.py          the proxy alone, one harness on any endpoint, a log read back

@@ -10,16 +10,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from polar_env import bundle
 from polar_env import engine as engine_room
 from polar_env.capture import Ledger, SegmentLog
 from polar_env.config import HarnessConfig, PolarConfig
+from polar_env.ending import Ending, outcome_of, spend
 from polar_env.engine import EngineFacts
-from polar_env.errors import CaptureError, GradeError, HarnessError, PolarError, SandboxError, StalePolicy
+from polar_env.errors import CaptureError, GradeError, HarnessError, SandboxError, StalePolicy
 from polar_env.grade import grading
 from polar_env.grade import patch as patches
 from polar_env.grade.prewarm import Prewarm
@@ -54,64 +54,6 @@ class RolloutJob:
     """A repository that is no dataset's task, to try a harness on: played as it is and not graded."""
 
 
-@dataclass(slots=True)
-class _Ending:
-    """What is known of a rollout so far; filled in as phases end, read once at the end."""
-
-    warm: Prewarm
-    exit: HarnessExit | None = None
-    patch: bytes = b""
-    prepared: Prepared | None = None
-    sandbox: Sandbox | None = None
-    baseline: bytes | None = None
-    error: PolarError | None = None
-    verdict: Verdict | None = None
-    stale: str = ""
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-
-    def phase(self, name: str) -> "_Phase":
-        return _Phase(self, name)
-
-
-class _Phase:
-    """Times a phase and keeps the first real error, which outranks everything that follows."""
-
-    def __init__(self, ending: _Ending, name: str) -> None:
-        self._ending, self._name = ending, name
-
-    def __enter__(self) -> None:
-        self._started = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        seconds = self._ending.seconds
-        seconds[self._name] = seconds.get(self._name, 0.0) + time.monotonic() - self._started
-        failure = _failure(error)
-        if failure is None:
-            return False
-        self._ending.error = self._ending.error or failure
-        return True
-
-
-def _failure(error: BaseException | None) -> PolarError | None:
-    """The failure itself: a task group wraps what its body and its tasks raise. ``None`` when a bug is among it."""
-    if isinstance(error, ExceptionGroup):
-        ours, bugs = cast("ExceptionGroup[Exception]", error).split(PolarError)
-        return None if ours is None or bugs is not None else _failure(ours.exceptions[0])
-    return error if isinstance(error, PolarError) else None
-
-
-@asynccontextmanager
-async def _budget(seconds: float, error: type[PolarError], doing: str) -> AsyncGenerator[None]:
-    """Run a phase inside its budget. Raises ``error`` naming the budget when it is spent."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as spent:
-        raise error(
-            f"{doing} took longer than its budget of {seconds:g} s; raise budget in the configuration"
-        ) from spent
-
-
 async def rollout(
     job: RolloutJob, proxy: ProxyServer, config: PolarConfig, opened: Callable[[Session], None] = lambda _: None
 ) -> RolloutResult:
@@ -125,11 +67,11 @@ async def rollout(
         asyncio.CancelledError: when the caller cancels; everything is torn down first.
     """
     async with Prewarm(config.sandbox) as warm:
-        return await _rollout(job, proxy, config, opened, _Ending(warm))
+        return await _rollout(job, proxy, config, opened, Ending(warm))
 
 
 async def _rollout(
-    job: RolloutJob, proxy: ProxyServer, config: PolarConfig, opened: Callable[[Session], None], ending: _Ending
+    job: RolloutJob, proxy: ProxyServer, config: PolarConfig, opened: Callable[[Session], None], ending: Ending
 ) -> RolloutResult:
     harness = make_harness(job.harness)
     name = re.sub(r"[^\w.-]", "_", job.task.task_id)  # it names a folder
@@ -142,7 +84,7 @@ async def _rollout(
         finally:
             sealed = await asyncio.shield(session.close())
     ending.seconds |= {"held": session.hold.seconds} if session.hold.seconds else {}
-    ended, detail = _outcome(ending, session, sealed, harness)
+    ended, detail = outcome_of(ending, session, sealed, harness)
     failed = ended in INFRASTRUCTURE
     _judge_age(ending, sealed, proxy, config, failed)
     ungraded = failed or job.prepared is not None or isinstance(ending.error, StalePolicy)
@@ -173,7 +115,7 @@ async def _rollout(
     return result
 
 
-def _judge_age(ending: _Ending, sealed: SealedLedger, proxy: ProxyServer, config: PolarConfig, failed: bool) -> None:
+def _judge_age(ending: Ending, sealed: SealedLedger, proxy: ProxyServer, config: PolarConfig, failed: bool) -> None:
     """Note whether what may train is over ``engine.max_policy_age``; then it is masked, unless it ``failed`` anyway."""
     kept = sealed.delivered - sealed.superseded
     trained = (r for r in sealed.records if r.kind in config.trajectory.trained_kinds and r.call_id in kept)
@@ -216,12 +158,12 @@ def _open_session(
 
 
 async def _live(
-    job: RolloutJob, harness: Harness, session: Session, proxy: ProxyServer, config: PolarConfig, ending: _Ending
+    job: RolloutJob, harness: Harness, session: Session, proxy: ProxyServer, config: PolarConfig, ending: Ending
 ) -> None:
     """Start, play, finalise. Errors of each phase are kept in ``ending``."""
     async with AsyncExitStack() as stack:
         with ending.phase("start"):
-            async with _budget(config.budget.start, SandboxError, "starting the rollout"):
+            async with spend(config.budget.start, SandboxError, "starting the rollout"):
                 ending.sandbox = await _start(job, harness, proxy, config, ending, stack)
         sandbox, prepared = ending.sandbox, ending.prepared
         if sandbox is None or prepared is None:
@@ -240,7 +182,7 @@ async def _live(
 
 
 async def _start(
-    job: RolloutJob, harness: Harness, proxy: ProxyServer, config: PolarConfig, ending: _Ending, stack: AsyncExitStack
+    job: RolloutJob, harness: Harness, proxy: ProxyServer, config: PolarConfig, ending: Ending, stack: AsyncExitStack
 ) -> Sandbox:
     """CLI installed, task prepared, sandbox up, and the model reachable from inside it and from nowhere else."""
     store = config.store.cache.expanduser()
@@ -332,51 +274,22 @@ async def _kill_when_spent(session: Session, sandbox: Sandbox, budget: float, sp
     await sandbox.kill()
 
 
-async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: _Ending) -> None:
+async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, ending: Ending) -> None:
     """Nothing may reach the policy after this (a colocated engine sleeps then): harness dead, session sealed."""
-    async with _budget(config.budget.finalise, SandboxError, "finalising the rollout"):
+    async with spend(config.budget.finalise, SandboxError, "finalising the rollout"):
         await end_agent(sandbox)
         await session.close()
         if ending.prepared is not None and (ending.prepared.repo is not None or ending.baseline is not None):
             ending.patch = await patches.extract(sandbox, ending.prepared, ending.baseline)
 
 
-def _outcome(ending: _Ending, session: Session, sealed: SealedLedger, harness: Harness) -> tuple[Outcome, str]:
-    """The one place that names the ending. The first real error outranks the harness's own word."""
-    if ending.error is not None:
-        return ending.error.outcome, str(ending.error)
-    if session.outcome is not None:
-        return session.outcome, str(session.first_error or session.outcome.value)
-    if ending.exit is None:
-        return Outcome.SANDBOX_ERROR, "the harness was never started"
-    report = harness.read(ending.exit)
-    if not sealed.records:
-        if session.first_error is not None:
-            return session.first_error.outcome, str(session.first_error)
-        return Outcome.NO_CALLS, f"the harness made no model call ({_tail(ending.exit)})"
-    if report.outcome is Outcome.AGENT_ERROR and session.first_error is not None:
-        return session.first_error.outcome, str(session.first_error)
-    if not sealed.complete:
-        return CaptureError.outcome, "; ".join(f"{hole.kind.value}: {hole.detail}" for hole in sealed.holes[:3])
-    if report.outcome is Outcome.AGENT_ERROR and session.refused is not None:
-        return report.outcome, f"{report.detail}; requests refused: {session.usage.refused}, first: {session.refused}"
-    starved = ending.exit.out_of_memory and report.outcome is not Outcome.COMPLETED
-    detail = f"out of memory (sandbox.memory_mib): {report.detail}" if starved else report.detail
-    return report.outcome, detail
-
-
-def _tail(exit: HarnessExit, size: int = 400) -> str:
-    text = (exit.stderr or exit.stdout).strip()
-    return f"exit {exit.code}: …{text[-size:]}" if text else f"exit {exit.code}, nothing printed"
-
-
-async def _grade(ending: _Ending, config: PolarConfig, left: Sandbox | None = None) -> Verdict | None:
+async def _grade(ending: Ending, config: PolarConfig, left: Sandbox | None = None) -> Verdict | None:
     """Grade the patch, or what is ``left``, inside the grade budget. A grader's failure is kept, never a verdict."""
     prepared, budget = ending.prepared, config.budget
     if prepared is None:
         return None
     with ending.phase("grade"):
-        async with _budget(budget.grade + budget.finalise, GradeError, "grading"):
+        async with spend(budget.grade + budget.finalise, GradeError, "grading"):
             return await grading.grade(prepared, ending.patch, left, sandbox=config.sandbox, timeout=budget.grade)
     return None
 
