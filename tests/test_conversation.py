@@ -168,8 +168,17 @@ async def test_a_long_session_s_messages_cost_less_than_they_say(tmp_path: Path)
     assert read(tmp_path / "with" / "long").conversations()["long-0039"].messages == tuple(history[:-1])
 
 
-def test_a_request_that_is_no_json_loses_its_messages_not_its_call(tmp_path: Path) -> None:
-    odd: list[Any] = [{"role": "user", "content": b"bytes"}]
+def endless() -> Any:
+    """Lists in lists, more than can be written."""
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize("content", [b"bytes", endless()], ids=["bytes", "endless"])
+def test_a_request_that_is_no_json_loses_its_messages_not_its_call(tmp_path: Path, content: Any) -> None:
+    odd: list[Any] = [{"role": "user", "content": content}]
     calls = [
         (of_session("s", call(0, [1], [2])), request(odd)),
         (of_session("s", call(1, [1, 2, 3], [4])), request(TASK)),

@@ -116,6 +116,7 @@ def test_reasoning_is_sent_under_the_name_vllm_renders():
         ("", {}),
         ('{"a": tru', {"arguments": '{"a": tru'}),
         ("[1]", {"arguments": "[1]"}),
+        pytest.param("[" * 100_000, {"arguments": "[" * 100_000}, id="a model that repeats itself"),
     ],
 )
 def test_arguments_that_vllm_would_blank_out_are_kept_as_an_object(said, sent):

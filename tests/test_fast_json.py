@@ -73,6 +73,21 @@ def test_what_somebody_else_wrote_keeps_every_digit_of_an_integer() -> None:
     }
 
 
+@pytest.mark.parametrize("inside", ["0", "123456789012345678901234567890", '"\\ud800"'])
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a": ', "}"), ("[0, ", "]")])
+def test_what_somebody_else_wrote_is_as_deep_as_can_be_written_again(opens: str, closes: str, inside: str) -> None:
+    """Whatever makes orjson refuse it."""
+
+    def nested(levels: int) -> str:
+        return opens * levels + inside + closes * levels
+
+    kept = fast_json.strict(nested(fast_json.DEPTH))
+    assert fast_json.canonical([kept]) == json.dumps([kept], separators=(",", ":")).encode()
+    for levels in (fast_json.DEPTH + 1, 5000, 100_000):
+        with pytest.raises(ValueError, match="nested deeper than 254 levels"):
+            fast_json.strict(nested(levels))
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"word", b"\xff", '{"a": }'])
 def test_what_is_no_json_is_refused(text: bytes | str) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -250,6 +250,21 @@ async def test_a_number_that_json_has_not_is_a_400_and_nothing_is_sampled(api: s
     assert engine.requests == []
 
 
+async def test_a_request_nested_without_end_is_the_agent_s_own_400_and_its_session_goes_on() -> None:
+    """It has the key, so it can send anything. What Python can just read and not write again was taken for a failure
+    of ours, which masks the rollout: a way out of every reward of 0."""
+    engine = PlayedEngine()
+    said = '{"messages": [{"role": "user", "content": "hi"}], "tools": [{"function": {"name": "x", "parameters": %s}}]}'
+    async with stage(engine, dialects=DIALECTS) as s:
+        for levels in (300, 900, *range(9_960, 10_000, 2), 100_000):
+            deep = said % ('{"a":' * levels + "1" + "}" * levels)
+            async with s.http.post(s.url("/v1/chat/completions"), data=deep) as response:
+                assert (response.status, "nested deeper" in await response.text()) == (400, True)
+        assert (engine.requests, s.session.outcome) == ([], None)
+        async with s.http.post(s.url("/v1/chat/completions"), data=said % "{}") as response:
+            assert response.status == 200
+
+
 # --- honest usage -----------------------------------------------------------------------------------------------
 
 

@@ -8,9 +8,15 @@ request is therefore read with ``strict`` (it costs a twentieth of an engine's a
 
 import json
 import math
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, cast
 
 import orjson
+
+DEPTH = 254
+"""Levels of objects and lists in what somebody else wrote: as many as orjson writes."""
+
+_TOO_DEEP = f"it is nested deeper than {DEPTH} levels"
 
 
 def read(text: bytes | str) -> Any:
@@ -28,9 +34,34 @@ def strict(text: bytes | str) -> Any:
     """The value of what somebody else wrote, integers of any length and no word that JSON has not: Python's own reader
     takes NaN, Infinity and -Infinity (RFC 8259, section 6, has none of them).
 
-    Raises ValueError: it is not JSON.
+    Raises ValueError: it is not JSON, or deeper than ``DEPTH`` (section 9 allows a limit). What is just not too deep to
+    be read would be so wherever it is written again, in the engine's request and on the log's threads.
     """
-    return json.loads(text, parse_constant=no_constant)
+    try:
+        value = json.loads(text, parse_constant=no_constant)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if _is_deep(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether it is nested deeper than ``DEPTH``. Nearly always orjson knows at once."""
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        level = [value]
+        for _ in range(DEPTH + 1):
+            level = [item for outer in level for item in _inside(outer)]
+        return bool(level)
+    return False
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).values()
+    return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
 def no_constant(name: str) -> NoReturn:

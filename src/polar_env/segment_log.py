@@ -210,7 +210,7 @@ class SegmentLog:
         """A queued frame, and what its call was asked: a history as JSON takes milliseconds the event loop has not."""
         yield queued.frame
         if self._asked is not None and queued.request is not None:
-            with suppress(TypeError, ValueError):  # not JSON: the call counts, its messages are left out
+            with suppress(TypeError, ValueError, RecursionError):  # no JSON: the call counts, its messages do not
                 yield encode_frame(FrameKind.MESSAGES, *self._asked.encode(queued.call_id, queued.request))
 
     def _commit(self, data: bytes, *, sync: bool) -> None:

@@ -89,7 +89,7 @@ def object_text(arguments: str) -> str:
     try:
         if isinstance(json.loads(arguments or "{}"), dict):
             return arguments or "{}"
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return json.dumps({"arguments": arguments}, ensure_ascii=False)
 
