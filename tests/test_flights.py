@@ -154,6 +154,19 @@ async def test_a_row_cancelled_before_it_ever_ran_says_so():
         assert it.sessions == {}
 
 
+async def test_a_row_cancelled_before_it_ever_ran_can_be_posted_again():
+    """The next step may post the same task: it must not be told of an order that is over."""
+    async with playing() as it, asyncio.TaskGroup() as group:
+        post = group.create_task(_lost(it, "a"))
+        await asyncio.sleep(0)
+        await it.flights.cancel(all_of(task="t"), "so ordered")
+        await post
+        again = group.create_task(it.post("a"))
+        await it.begun("a")
+        it.sessions["a"].stop(Straggler("the end of the test"))
+        assert (await again)["outcome"] is Outcome.STRAGGLER
+
+
 async def _lost(it: Plays, key: str) -> str:
     with pytest.raises(Exception, match="ordered") as lost:
         await it.post(key)

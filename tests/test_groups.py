@@ -107,6 +107,18 @@ def test_rows_that_were_given_up_are_finished_but_say_nothing_of_time():
     assert rest.seconds == 16.0
 
 
+def test_a_row_posted_again_while_its_first_rollout_is_torn_down_is_being_played():
+    """Its connection was lost for longer than the grace: the first is given up, and ends when the second has begun."""
+    it = group(4)
+    assert it.ended("1", HERE, answered(10.0)) is None
+    assert it.began("0", HERE) is None
+    assert it.ended("0", HERE, {}) is None
+    assert it.ended("2", HERE, answered(10.0)) is None, "two of four"
+    rest = it.ended("3", HERE, answered(10.0))
+    assert rest is not None
+    assert rest.keys == {"0"}
+
+
 def test_groups_do_not_hurry_each_other():
     it = group(2, after_fraction=0.5)
     for place in (Place("task", "codex", "8", "0"), Place("task", "pi", "7", "0"), Place("other", "codex", "7", "0")):

@@ -124,6 +124,7 @@ class Flights:
         except asyncio.CancelledError:
             flight.waiters -= 1
             if flight.task.cancelled() and not _is_cancelled():
+                self._forget(flight)
                 raise flight.reason or ClosedError("the server was closed while the rollout ran") from None
             if not flight.waiters:
                 nobody = Stopped("nobody waits for its row any more: the connection was lost and did not come back")

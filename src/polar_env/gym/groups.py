@@ -6,6 +6,7 @@ its first row until none of its rows is being played.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -79,7 +80,8 @@ class Rest:
 class _Group:
     """One group while any of its rows is being played."""
 
-    playing: set[str] = field(default_factory=set[str])
+    playing: Counter[str] = field(default_factory=Counter[str])
+    """How often each key is: twice while a rollout that was given up is torn down and its row was posted again."""
     finished: set[str] = field(default_factory=set[str])
     seconds: list[float] = field(default_factory=list[float])
     """Agent seconds of those that ended by themselves, time at the fence not counted."""
@@ -95,7 +97,7 @@ class Stragglers:
     def began(self, key: str, place: Place) -> Rest | None:
         """A row was posted. The last ones of a group may come when the others have finished already."""
         group = self._groups.setdefault(_name(place), _Group())
-        group.playing.add(key)
+        group.playing[key] += 1
         group.finished.discard(key)
         return self._rest(group, (key,))
 
@@ -104,7 +106,10 @@ class Stragglers:
         group = self._groups.get(_name(place))
         if group is None:
             return None
-        group.playing.discard(key)
+        group.playing[key] -= 1
+        if group.playing[key] > 0:
+            return None
+        del group.playing[key]
         group.finished.add(key)
         if not group.playing:
             del self._groups[_name(place)]
@@ -115,7 +120,7 @@ class Stragglers:
 
     def _rest(self, group: _Group, keys: Iterable[str]) -> Rest | None:
         share, size = self._config.after_fraction, self._config.group_size
-        size = size or len(group.finished | group.playing)
+        size = size or len(group.finished | group.playing.keys())
         if share is None or not group.seconds or len(group.finished) < share * size:
             return None
         median = statistics.median(group.seconds)
