@@ -298,6 +298,22 @@ async def test_a_trainer_that_waits_for_the_pause_is_alive_however_long_that_tak
         assert (await asking).status == 200
 
 
+async def test_a_pause_that_is_sent_again_is_not_cut_short_by_the_connection_that_was_given_up():
+    gate = asyncio.Event()
+    async with stage(PlayedEngine([gate, told("x")]), updates=lease(0.1)) as here, asyncio.TaskGroup() as group:
+        fence = here.proxy.fence
+        asking = group.create_task(here.ask("hi"))
+        await until(fence, running=1)
+        lost, again = (group.create_task(fence.pause()) for _ in range(2))
+        await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.sleep(0.3)
+        assert (fence.state.lapsed, fence.state.lease) == (False, None)
+        gate.set()
+        assert (await again).lease is not None
+        assert (await asking).status == 200
+
+
 async def test_a_trainer_that_died_while_it_waited_began_its_lease_then():
     async with stage(PlayedEngine([asyncio.Event()]), updates=lease(0.1)) as here, asyncio.TaskGroup() as group:
         fence = here.proxy.fence

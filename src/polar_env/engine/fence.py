@@ -127,6 +127,8 @@ class Fence:
         self._moved = asyncio.Event()
         self._lease: asyncio.TimerHandle | None = None
         self._lapsed = ""
+        self._pausing = 0
+        """Trainers that wait for a pause."""
         self._resampled = 0
         self._broken = 0
 
@@ -239,13 +241,15 @@ class Fence:
         """
         self._open.clear()
         self._renew(None)  # whoever waits here is alive
+        self._pausing += 1
         try:
             if mode is Pause.ABORT:
                 self._stop()
             while mode is not Pause.KEEP and self._runs and self.closed:
                 await self._changed.wait()
         finally:
-            self._renew(self._config.pause_lease if self.closed else None)
+            self._pausing -= 1
+            self._renew(self._config.pause_lease if self.closed and not self._pausing else None)
         return self.state
 
     def resume(self, version: str | None = None) -> FenceState:
