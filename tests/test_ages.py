@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_env.engine.ages import Versions, behind
+from polar_env.gym.contract import MAX_METRIC
 
 
 def declared(*names: str) -> Versions:
@@ -96,3 +97,10 @@ def test_no_weights_are_younger_than_the_newest(names: list[str]):
 def test_counted_names_age_by_what_was_counted(numbers: list[int]):
     versions = declared(*(f"step-{number}" for number in numbers))
     assert [versions.age(f"step-{number}") for number in numbers] == [numbers[-1] - number for number in numbers]
+
+
+@given(st.lists(st.integers(0, 10**24), min_size=1, max_size=5))
+def test_an_age_is_a_number_that_a_row_can_hold(numbers: list[int]):
+    """A name may end in a hash or a time: the row of its rollout must not be lost for that."""
+    versions = declared(*(f"ckpt-{number}" for number in numbers))
+    assert all(versions.age(f"ckpt-{number}") <= MAX_METRIC for number in numbers)

@@ -7,8 +7,9 @@ older than all that were declared.
 
 import re
 
-COUNTED = re.compile(r"(.*?)(\d{1,18})")
-"""A name that ends in a number, such as ``step-12`` or ``12``: the number counts updates."""
+COUNTED = re.compile(r"(.*?)(\d{1,12})")
+"""A name that ends in a number, such as ``step-12`` or ``12``: the number counts updates. Of twelve digits at most: an
+age is a number of a row, which holds 2**46 (``gym.contract``, rule 9)."""
 
 
 class Versions:
