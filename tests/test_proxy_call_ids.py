@@ -132,6 +132,24 @@ async def test_a_streamed_call_keeps_the_id_its_stream_began_with() -> None:
     assert [delta.id for delta in seen] == ids(said) == ["call_0-2"]
 
 
+class Counting(PlayedEngine):
+    """An engine that tells what it was asked to count."""
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        self.requests.append(request)
+        return 0
+
+
+async def test_a_prompt_is_counted_with_the_ids_it_is_sampled_with() -> None:
+    engine = Counting(*([act(("call_0", command))] for command in ("ls", "make")))
+    async with opened(engine) as session:
+        talk = [TASK]
+        for _ in range(2):
+            talk += results(await turn(session, *talk))
+        await session.count_tokens(ModelRequest(WireApi.CHAT, "any", tuple(talk)))
+    assert shown(engine.requests[-1]) == ["call_0"] * 4
+
+
 # --- the ids ------------------------------------------------------------------------------------------------------
 
 

@@ -222,7 +222,7 @@ class Session:
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Tokens of the prompt that the request would get; nothing is generated."""
-        return await self.engine.count_tokens(self._shown(request))
+        return await self.engine.count_tokens(self._call_ids.engines(self._shown(request)))
 
     def delivered(self, attempt: Attempt) -> None:
         """The whole reply, terminal event included, was written to a connected client."""
