@@ -201,6 +201,7 @@ def test_a_turn_in_chat_form_has_no_empty_keys():
         ('{"a"', None),
         ("", None),
         pytest.param("[" * 100_000, None, id="too deep"),
+        pytest.param('{"a": ' * 9_000 + "1" + "}" * 9_000, None, id="too deep to be sent"),
     ],
 )
 def test_only_a_strict_json_object_is_one(text: str, value: Any):

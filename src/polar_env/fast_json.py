@@ -41,21 +41,22 @@ def strict(text: bytes | str) -> Any:
         value = json.loads(text, parse_constant=no_constant)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if _is_deep(value):
-        raise ValueError(_TOO_DEEP)
+    try:
+        orjson.dumps(value)  # nearly always this says at once that it is not
+    except orjson.JSONEncodeError:
+        if is_deep(value, DEPTH):
+            raise ValueError(_TOO_DEEP) from None
     return value
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether it is nested deeper than ``DEPTH``. Nearly always orjson knows at once."""
-    try:
-        orjson.dumps(value)
-    except orjson.JSONEncodeError:
-        level = [value]
-        for _ in range(DEPTH + 1):
-            level = [item for outer in level for item in _inside(outer)]
-        return bool(level)
-    return False
+def is_deep(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in each other to more than so many levels."""
+    inside = [value]
+    for _ in range(levels + 1):
+        inside = [item for outer in inside for item in _inside(outer)]
+        if not inside:
+            return False
+    return True
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -178,13 +178,18 @@ def dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+DEEPEST = 200
+"""Levels of arguments that are sent as an object: the harness's next request, which has them some levels further down,
+must not be refused for what the model wrote (``fast_json.DEPTH``)."""
+
+
 def parse_object(text: str) -> dict[str, Any] | None:
     """The object that ``text`` is in strict JSON, and can be again when it is written, else ``None``."""
     try:
         value = json.loads(text, parse_constant=fast_json.no_constant, parse_float=fast_json.finite)
     except (ValueError, RecursionError):
         return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) and not fast_json.is_deep(value, DEEPEST) else None
 
 
 # --- reasoning that survives the harness ------------------------------------------------------------------------
