@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dialect_helpers import read_chat
 from engine_helpers import BASH, PATIENT, TOOL_ANSWER, Answer, Step, VllmServer, ask, opened, play, user
 from polar_env.capture import judge
 from polar_env.config import EngineConfig
@@ -20,8 +21,20 @@ from polar_env.engine import Session
 from polar_env.engine.vllm import VllmEngine
 from polar_env.engine.vllm_wire import Assembly, chat_body, error_text, message_body
 from polar_env.errors import EngineBusy, EngineError, EngineOverflow
+from polar_env.proxy.call_ids import CallIds
+from polar_env.proxy.chat import Chat
 from polar_env.proxy.sse import Parser
-from polar_env.types import Delta, EngineReply, HoleKind, Sampling, StopReason, ToolCall, Usage
+from polar_env.types import (
+    Delta,
+    EngineReply,
+    HoleKind,
+    ModelRequest,
+    Sampling,
+    StopReason,
+    ToolCall,
+    Usage,
+    WireApi,
+)
 
 SHARED = Path(__file__).parents[2] / "shared" / "vllm_samples"
 
@@ -236,6 +249,26 @@ def test_deltas_joined_are_the_turn(answer):
     for index, call in zip(sorted(opened), reply.turn.tool_calls, strict=True):
         told = "".join(delta.text for delta in deltas if delta.kind == "tool_args" and delta.index == index)
         assert told == call.arguments
+
+
+@pytest.mark.parametrize("pieces", [
+    [(1, "c", "bash", '{"command": '), (1, None, None, '"ls"}')],
+    [(0, None, None, "noise"), (1, "c", "bash", '{"command": "ls"}')],
+    [(7, "c", None, '{"command": '), (7, None, "bash", '"ls"}')],
+], ids=["counts from one", "one that is never named", "named late"])  # fmt: skip
+def test_a_call_is_streamed_once_however_the_engine_s_parser_counts(pieces):
+    """Streamed under another number than it has in the turn it was sent twice, and the harness ran it twice."""
+    answer, ids, said = Assembly(), CallIds().answer(), ModelRequest(WireApi.CHAT, "m", (user("hi"),), stream=True)
+    encoder = Chat().encoder(said, "chatcmpl-1", 1)
+    told = encoder.start()
+    for index, name, function, text in pieces:
+        call = {"index": index, "id": name, "function": {"name": function, "arguments": text}}
+        for delta in answer.feed({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}):
+            told += encoder.delta(ids.delta(delta))
+    turn = ids.reply(answer.reply("v")).turn
+    told += b"".join(encoder.finish(turn))
+    (call,) = read_chat(told)["message"]["tool_calls"]
+    assert (call["id"], call["function"]) == ("c", {"name": "bash", "arguments": '{"command": "ls"}'})
 
 
 def test_a_call_without_an_id_gets_one_that_names_its_answer_and_place():

@@ -113,6 +113,8 @@ class _OpenCall:
     id: str = ""
     name: str = ""
     arguments: list[str] = field(default_factory=list[str])
+    at: int = -1
+    """Its place in the turn: calls count as they are named, whatever numbers the engine's parser gives them."""
 
 
 @dataclass(slots=True)
@@ -133,6 +135,7 @@ class Assembly:
     _text: list[str] = field(default_factory=list[str])
     _reasoning: list[str] = field(default_factory=list[str])
     _calls: dict[int, _OpenCall] = field(default_factory=dict[int, _OpenCall])
+    _named: list[_OpenCall] = field(default_factory=list[_OpenCall])
     _indexes: set[int] = field(default_factory=set[int])
     _answer_id: str = ""
 
@@ -195,14 +198,20 @@ class Assembly:
         for order, piece in enumerate(calls):
             index = int(piece.get("index", order))
             call = self._calls.setdefault(index, _OpenCall())
+            call.id = call.id or str(piece.get("id") or "")
             function: Mapping[str, Any] = piece.get("function") or {}
             if not call.name and function.get("name"):
                 call.name = str(function["name"])
-                call.id = str(piece.get("id") or f"call_{self._answer_id}_{index}")
-                yield Delta("tool_open", index=index, id=call.id, name=call.name)
+                call.id = call.id or f"call_{self._answer_id}_{index}"
+                call.at = len(self._named)
+                self._named.append(call)
+                yield Delta("tool_open", index=call.at, id=call.id, name=call.name)
+                if call.arguments:
+                    yield Delta("tool_args", "".join(call.arguments), index=call.at)
             if arguments := function.get("arguments"):
                 call.arguments.append(str(arguments))
-                yield Delta("tool_args", str(arguments), index=index)
+                if call.name:
+                    yield Delta("tool_args", str(arguments), index=call.at)
 
     @property
     def finished(self) -> bool:
@@ -211,7 +220,7 @@ class Assembly:
 
     def reply(self, policy_version: str) -> EngineReply:
         """The answer as the engine reported it. A named tool choice ends with ``stop``; the calls say what it was."""
-        calls = tuple(ToolCall(c.id, c.name, "".join(c.arguments)) for _, c in sorted(self._calls.items()) if c.name)
+        calls = tuple(ToolCall(c.id, c.name, "".join(c.arguments)) for c in self._named)
         stop = _STOPS.get(self.finish, StopReason.STOP)
         if calls and stop is StopReason.STOP:
             stop = StopReason.TOOL_CALLS
