@@ -272,6 +272,19 @@ async def test_a_list_has_what_workers_play_and_what_waits_for_one(tmp_path: Pat
             await posted
 
 
+async def test_a_hurry_tells_of_each_rollout_once_and_of_none_that_does_not_play(tmp_path: Path):
+    async with spread(tmp_path) as (environment, workers), asyncio.TaskGroup() as group:
+        posts = [group.create_task(environment.run(row(index))) for index in range(2)]
+        await asyncio.sleep(0)
+        _, alone = await environment.order("GET", "/control/rollouts", b"")
+        workers.knows = [{"key": alone["rollouts"][0]["key"], "session": "s-0"}]  # the other waits for a node
+        _, told = await environment.order("POST", "/control/hurry", b'{"group": "0", "seconds": 1}')
+        assert [(entry["session"], entry["node"]) for entry in told["hurried"]] == [("s-0", "n1")]
+        for index, posted in enumerate(posts):
+            workers.end(index).set_result(finished(1.0))
+            await posted
+
+
 async def test_the_rest_of_a_group_is_hurried_on_whatever_worker_it_plays(tmp_path: Path):
     stragglers = {"after_fraction": 0.5, "min_seconds": 1.0, "patience": 2.0, "then": "grade"}
     async with spread(tmp_path, stragglers=stragglers) as (environment, workers), asyncio.TaskGroup() as group:

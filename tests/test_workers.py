@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from ray.exceptions import RayError
 
 from polar_env.config import load
+from polar_env.engine.fence import Fence
 from polar_env.errors import ConfigError
 from polar_env.gym.workers import CROWDED, Fleet, _Node, choose, standing
+from polar_env.proxy import control
+from proxy_helpers import PlayedEngine
 
 
 def cluster(*rows: int) -> tuple[_Node, ...]:
@@ -70,6 +73,35 @@ def test_what_a_node_that_joins_later_must_be_told():
     assert resumed == {"/control/version": b'{"version": "step-2"}'}
     assert standing(resumed, "/control/resume", b"") == resumed
     assert standing(resumed, "/control/abort", b"") == resumed
+
+
+@pytest.mark.parametrize(
+    ("order", "raw"),
+    [
+        ("pause", b'{"mode": "hard"}'),
+        ("resume", b'{"version": "step 3"}'),
+        ("resume", b'{"version": 3}'),
+        ("version", b'{"version": ""}'),
+        ("version", b"{}"),
+        ("version", b'{"version": null}'),
+        ("version", b"step-3"),
+        ("rollouts", b""),
+    ],
+)
+async def test_an_order_that_every_fence_refused_changes_nothing_for_a_node_that_joins(order: str, raw: bytes):
+    """A resume with a typing error leaves the others paused: a new node must not sample beside them."""
+    stands = standing(standing({}, "/control/version", b'{"version": "a"}'), "/control/pause", b'{"mode": "keep"}')
+    assert standing(stands, f"/control/{order}", raw) == stands
+    fence = Fence(PlayedEngine())
+    for path, body in stands.items():
+        assert (await control.answer(fence, "POST", path, body))[0] == 200
+    assert (await control.answer(fence, "POST", f"/control/{order}", raw))[0] in (400, 404)
+    assert (fence.state.paused, fence.state.version) == (True, "a")
+
+
+def test_a_resume_that_says_that_it_names_nothing_keeps_the_name():
+    named = standing({}, "/control/version", b'{"version": "step-1"}')
+    assert standing(named, "/control/resume", b'{"version": null}') == named
 
 
 class Orders:

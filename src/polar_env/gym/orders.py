@@ -8,8 +8,8 @@
 given must all apply. Their rows are valid, masked and say why. ``hurry`` is what ``stragglers`` does by itself:
 ``then`` is ``mask``, or ``grade`` for what stands; a rollout that is being graded is left alone.
 
-A server whose rollouts run on workers passes the order to every one of them, then acts on what no worker had: rows that
-wait for a node, or whose node was lost.
+A server whose rollouts run on workers passes the order to every one of them; a list and a cancel then cover what no
+worker had: rows that wait for a node, or whose node was lost. Those do not play, so no hurry means them.
 """
 
 import json
@@ -58,7 +58,8 @@ async def answer(order: str, raw: bytes, flights: Flights, elsewhere: Obeys | No
         reason = f"cancelled by the trainer's order ({', '.join(f'{k} {v}' for k, v in fields.items() if k != 'keys')})"
         here = await flights.cancel(wanted, reason, but=known)
         return status, {"cancelled": [*there, *here]}
-    return status, {"hurried": [*there, *flights.hurry(wanted, seconds, error)]}
+    here = flights.hurry(wanted, seconds, error) if elsewhere is None else []
+    return status, {"hurried": [*there, *here]}
 
 
 async def hurry_elsewhere(rest: Rest, elsewhere: Obeys) -> None:

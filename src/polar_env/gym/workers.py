@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from polar_env.config import PolarConfig, StragglersConfig, load
 from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.gym.environment import PolarEnvironment
+from polar_env.proxy import control
 
 log = logging.getLogger(__name__)
 
@@ -247,13 +248,15 @@ class Fleet:
 def standing(before: Mapping[str, bytes], path: str, raw: bytes) -> dict[str, bytes]:
     """The orders (path -> body) that hold after this one: a pause until its resume, and the last version. Pure."""
     place, _, order = path.rstrip("/").rpartition("/")
-    held = dict(before)
-    if order in ("pause", "version"):
-        held[f"{place}/{order}"] = raw
-    elif order == "resume":
+    held, named = dict(before), control.names(raw)
+    if named is None:  # every fence refuses it, and nothing changes
+        return held
+    if order == "pause":
+        held[f"{place}/pause"] = raw
+    if order == "resume":
         held.pop(f"{place}/pause", None)
-        if b'"version"' in raw:
-            held[f"{place}/version"] = raw
+    if order in ("resume", "version") and named:
+        held[f"{place}/version"] = raw
     return held
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
-from polar_env.engine.fence import Fence, FenceState, Pause
+from polar_env.engine.fence import VERSION, Fence, FenceState, Pause
 from polar_env.errors import BadRequest, boundary
 
 SECRET = "POLAR_CONTROL_SECRET"
@@ -60,6 +60,17 @@ async def _obey(fence: Fence, order: str, fields: Mapping[str, Any]) -> FenceSta
             return fence.declare(_version(fields))
         case _:
             return None
+
+
+def names(raw: bytes) -> str | None:
+    """The version an order names, empty when it names none; ``None``: a fence refuses the order for what it says."""
+    try:
+        fields = fields_of(raw)
+        _mode(fields)
+        version = "" if fields.get("version") is None else _version(fields)
+    except BadRequest:
+        return None
+    return version if not version or VERSION.fullmatch(version) else None
 
 
 def fields_of(raw: bytes) -> Mapping[str, Any]:
