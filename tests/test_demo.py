@@ -77,7 +77,7 @@ def test_named_tasks_are_taken_as_named():
 
 def test_data_without_a_task_is_refused(tmp_path: Path):
     data = write_jsonl(tmp_path / "rows.jsonl", good_row(FAIL_TO_PASS="[]"))
-    with pytest.raises(ConfigError, match="no tasks"):
+    with pytest.raises(ConfigError, match="no task in rows of"):
         demo.choose(Demo(config=load(SCRIPTED | {"data": str(data)})))
 
 

@@ -153,6 +153,23 @@ def test_a_row_that_every_patch_resolves_is_left_out_and_refused_when_asked_for(
         load(str(path), ["empty__f2p-1"])
 
 
+@pytest.mark.parametrize("rows", [[], [good_row(FAIL_TO_PASS=[])]], ids=["no row", "none that can be used"])
+def test_rows_of_which_no_task_is_left_are_refused(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(ConfigError, match=rf"no task in rows of .*rows\.jsonl: {len(rows)} rows were read"):
+        load(str(path))
+
+
+def test_another_task_of_the_same_name_in_one_file_is_not_lost_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = good_row(), good_row(), good_row(problem_statement="Another thing is broken.")
+    assert len(load(str(write_jsonl(tmp_path / "rows.jsonl", *rows)))) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "rows.jsonl line 3 left out: rows.jsonl line 1 has the same instance_id acme__gadget-1, and is another task"
+    ]
+
+
 # --- choosing ---------------------------------------------------------------------------------------------------
 
 

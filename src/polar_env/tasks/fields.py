@@ -58,7 +58,10 @@ def own_source(row: Mapping[str, Any], where: str, kinds: Collection[str] = SOUR
         own = mapping(own, where, "polar_source")
     if not isinstance(own, dict) or cast("dict[str, Any]", own).get("kind") not in kinds:
         raise ConfigError(f"{where}: polar_source must be a mapping whose 'kind' is one of {', '.join(kinds)}")
-    return cast("dict[str, Any]", own)
+    found = cast("dict[str, Any]", own)
+    if found["kind"] == "files" and not (isinstance(found.get("files"), dict) and found["files"]):
+        raise ConfigError(f"{where}: polar_source of kind files must give 'files': path -> text")
+    return found
 
 
 def instruction(issue: str) -> str:

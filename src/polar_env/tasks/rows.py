@@ -79,21 +79,26 @@ def load(data: str, ids: Sequence[str] = ()) -> tuple[Task, ...]:
     """The tasks that ``data`` holds, in its order; with ``ids``, those tasks in the order asked for.
 
     Raises:
-        ConfigError: a row cannot be used (names row, field and fix), an id is unknown (names its neighbours), or the
-            source cannot be read.
+        ConfigError: a row cannot be used (names row, field and fix), an id is unknown (names its neighbours), the
+            source cannot be read, or nothing is left of it.
     """
-    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for where, row in _read(resolve(data)):
+    source, rows = resolve(data), dict[str, tuple[str, Mapping[str, Any]]]()
+    for where, row in _read(source):
         name = _name(row)
         # The same instance in two files (Verified and Lite) is one task: the first file wins.
-        rows.setdefault(name if isinstance(name, str) and name else where, (where, row))
+        first, kept = rows.setdefault(name if isinstance(name, str) and name else where, (where, row))
+        if first != where and first.rsplit(" ", 2)[0] == where.rsplit(" ", 2)[0] and kept != row:
+            _LOG.warning("%s left out: %s has the same instance_id %s, and is another task", where, first, name)
     unknown = [wanted for wanted in ids if wanted not in rows]
     if unknown:
         near = difflib.get_close_matches(unknown[0], rows, n=3) or sorted(rows)[:3]
         raise ConfigError(f"no task {unknown[0]!r} among {len(rows)}; the nearest ids are {', '.join(near)}")
     if ids:
         return tuple(task_of(rows[name][1], rows[name][0]) for name in dict.fromkeys(ids))
-    return tuple(task_of(row, where) for where, row in rows.values() if not _proves_nothing(row, where))
+    tasks = tuple(task_of(row, where) for where, row in rows.values() if not _proves_nothing(row, where))
+    if not tasks:
+        raise ConfigError(f"no task in {source.detail}: {len(rows)} rows were read, and none can be used")
+    return tasks
 
 
 def _proves_nothing(row: Mapping[str, Any], where: str) -> bool:

@@ -14,6 +14,7 @@ Fields besides ``instance_id``, ``problem_statement`` and ``polar_source``:
 - ``base_commit``: of the mirror, for a ``polar_source`` of kind ``git``.
 """
 
+import difflib
 import hashlib
 import json
 import re
@@ -30,6 +31,7 @@ _OPTIONAL = ("install", "build", "patch", "test_patch", "base_commit", "results"
 _HEAD = "cd /testbed"
 _PYTEST, _TELLING = re.compile(r"\bpytest\b"), re.compile(r"(?<!\S)-\w*r\w*[Ap]")
 _LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
+_FIELDS = (*_NEEDED, *_OPTIONAL, *_LISTS, "tests", "test_files", "polar_source", "polar_grader", "repo", "version")
 
 
 def is_one(row: Mapping[str, Any]) -> bool:
@@ -41,12 +43,13 @@ def task(row: Mapping[str, Any], where: str) -> Task:
     """A validated row as a task. Raises ConfigError."""
     for field in _NEEDED:
         need(row, field, where, else_do="a row of kind tests_pass needs it")
+    _spelled(row, where)
     texts = {field: _text(row, field, where) for field in _OPTIONAL}
     source = _source(row, where, texts)
     results = texts["results"] or "pytest"
     parser, _, path = results.partition(":")
-    if (parser == "junit") != bool(path):
-        raise ConfigError(f"{where}: field 'results' must be pytest, junit:PATH or a parser, not {results!r:.60}")
+    if (parser == "junit") != bool(path) or not (parser in ("pytest", "junit") or parser.startswith("parse_log_")):
+        raise ConfigError(f"{where}: field 'results' must be pytest, junit:PATH or parse_log_..., not {results!r:.60}")
     if parser == "pytest" and _PYTEST.search(row["test_command"]) and not _TELLING.search(row["test_command"]):
         raise ConfigError(
             f"{where}: field 'test_command' runs pytest without -rA, so no line says which tests passed; add -rA, or "
@@ -80,6 +83,16 @@ def phases(command: str, install: str, build: str, results: str) -> dict[str, st
         "build": f"{_HEAD}\n{build}" if build else "",
         "test": f"{_HEAD}\n{command}",
     }
+
+
+def _spelled(row: Mapping[str, Any], where: str) -> None:
+    """A row may have columns of its own; one that is nearly a field of ours would be passed over without a word."""
+    for field in row:
+        near = difflib.get_close_matches(field, _FIELDS, n=1, cutoff=0.9)
+        if near and field not in _FIELDS and near[0] not in row:
+            raise ConfigError(
+                f"{where}: field {field!r} is unknown; did you mean {near[0]!r}? Else give it another name"
+            )
 
 
 def _text(row: Mapping[str, Any], field: str, where: str) -> str:
