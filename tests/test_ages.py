@@ -44,6 +44,7 @@ def test_a_trainer_that_goes_back_to_a_checkpoint_makes_its_name_the_newest():
     assert versions.age("step-5") == 0
     assert versions.age("step-4") == 1
     assert versions.age("step-7") == 1, "of a future that did not happen: counted by appearance"
+    assert declared("blue", "green", "red", "green").age("blue") == 3, "three updates since, two names"
 
 
 def test_a_name_said_twice_is_no_update():

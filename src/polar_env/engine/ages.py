@@ -12,12 +12,39 @@ COUNTED = re.compile(r"(.*?)(\d{1,12})")
 age is a number of a row, which holds 2**46 (``gym.contract``, rule 9)."""
 
 
+class _Order:
+    """Names as they came. Every call asks for ages and a run has thousands of updates, so nothing here walks them."""
+
+    def __init__(self) -> None:
+        self.newest = ""
+        self._count = 0
+        self._places: dict[str, int] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def add(self, name: str) -> None:
+        """The newest is ``name``."""
+        self.newest, self._places[name] = name, self._count
+        self._count += 1
+
+    def age(self, name: str) -> int:
+        """How many came after it."""
+        if not self._count or name == self.newest:
+            return 0
+        counted = behind(name, self.newest)
+        return counted if counted > 0 else self._count - 1 - self._places.get(name, -1)
+
+
 class Versions:
     """The versions of one engine."""
 
     def __init__(self) -> None:
-        self._declared: list[str] = []
-        self._told: list[str] = []
+        self._declared = _Order()
+        self._told = _Order()
 
     @property
     def named(self) -> bool:
@@ -27,9 +54,9 @@ class Versions:
     def declare(self, name: str) -> bool:
         """The weights have this name now; whether that is news. A name that comes back (a trainer that went back to a
         checkpoint) is the newest."""
-        if self._declared[-1:] == [name]:
+        if self._declared and self._declared.newest == name:
             return False
-        self._declared = [*(known for known in self._declared if known != name), name]
+        self._declared.add(name)
         return True
 
     def told(self, version: str) -> bool:
@@ -37,31 +64,26 @@ class Versions:
 
         Only a name's first appearance counts: several replicas change one after the other.
         """
-        fresh = [name for name in version.split("+") if name not in self._told]
-        self._told += fresh
+        fresh = [name for name in dict.fromkeys(version.split("+")) if name not in self._told]
+        for name in fresh:
+            self._told.add(name)
         return bool(fresh)
 
     def age(self, version: str) -> int:
         """Updates between ``version`` (the oldest of ``a+b``; empty: what was there before any was declared) and
         today's weights."""
-        return max(_age(name, order) for name in version.split("+") for order in self._orders(name))
+        return self._oldest(version)[0]
 
     def newest(self, version: str) -> str:
         """The name that the age of ``version`` is counted up to; empty when there is none."""
-        orders = [(_age(name, order), order) for name in version.split("+") for order in self._orders(name)]
-        return (max(orders)[1] or [""])[-1]
+        return self._oldest(version)[1]
 
-    def _orders(self, name: str) -> list[list[str]]:
+    def _oldest(self, version: str) -> tuple[int, str]:
+        """(age, the name it is counted up to) of the oldest name."""
+        return max((order.age(name), order.newest) for name in version.split("+") for order in self._orders(name))
+
+    def _orders(self, name: str) -> list[_Order]:
         return [order for order in (self._declared, self._told) if name in order] or [self._declared]
-
-
-def _age(name: str, order: list[str]) -> int:
-    if not order or name == order[-1]:
-        return 0
-    counted = behind(name, order[-1])
-    if counted > 0:
-        return counted
-    return len(order) - 1 - order.index(name) if name in order else len(order)
 
 
 def behind(old: str, new: str) -> int:
