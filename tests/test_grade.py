@@ -248,7 +248,7 @@ async def test_a_log_on_which_the_official_parser_computes_for_ever_is_the_patch
     endless = running(*WRITE, "atexit.register(w, 'a ... Testing against Django installed in b\\n' * 300_000)")
     found = await verdict(prepared, endless)
     assert (found.status, found.fail_to_pass) == (VerdictStatus.UNRESOLVED, (0, 0))
-    assert "reads its own fix's log, and not this one" in found.detail
+    assert "the row's parser read the log it was measured on, not this" in found.detail
 
 
 async def test_rewriting_the_script_while_it_runs_changes_nothing(prepared: Prepared) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polar_env.errors import GradeError
 from polar_env.grade import report as official
 from polar_env.grade.phases import log
 from polar_env.grade.results import PARSERS, junit, plain, printed, pydantic, pytest_lines, r2e, report
@@ -153,6 +154,30 @@ def test_only_what_the_tests_printed_is_read(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"PASSED t.py::z\n" + whole)
     assert official.statuses(row(), tmp_path / "log") == {"t.py::a": "PASSED", "t.py::b": "PASSED"}
     assert official.report(row(), "x", tmp_path / "log")["resolved"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("pytest", "PASSED [" + " - " * 300_000),
+        ("swe_gym_pydantic", "FAILED [" * 200_000),
+        ("junit:", f'<testcase classname="{"a." * 500_000}" name="b"/>'),
+    ],
+)
+def test_a_log_made_to_keep_its_reader_busy_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parser: str, text: str
+) -> None:
+    """One line of a patch's own printing: were its length to count twice over, it would take hours."""
+    monkeypatch.setattr(official, "TIMEOUT", 30.0)
+    (tmp_path / "log").write_bytes(log(f"{text}\nPASSED t.py::a\n".encode(), 0))
+    assert official.statuses(row(log_parser=parser.rstrip(":")), tmp_path / "log")
+
+
+def test_a_log_is_read_in_another_process(tmp_path: Path) -> None:
+    """A reader that never ends can be killed there, and does not hold up the rollouts beside it."""
+    (tmp_path / "log").write_bytes(log(b"PASSED t.py::a\n", 0))
+    with pytest.raises(GradeError):
+        official.report(row(), "x", tmp_path / "log", official.Worker(("/bin/false",)))
 
 
 # --- R2E-Gym ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The official ``swebench`` package in a process of its own: its import takes seconds and 170 MB, and a log parser's
-regular expression can run for ever on a hostile log.
+regular expression can run for ever on a hostile log. Parsers of our own (``results``) read there too.
 
 Run as ``python -m polar_env.grade.report`` it answers JSON lines. ``Worker`` is the other end: started at first use,
 kept, killed and started anew when an answer takes too long.
@@ -27,6 +27,8 @@ TIMEOUT = 120.0
 _FIELDS = ("instance_id", "image", "repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type",
            "eval_script")  # fmt: skip
 """What ``swebench.harness.utils.make_test_spec`` of 5.0 reads of a row."""
+_OWN_FIELDS = ("FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "polar_expected")
+"""What ``results`` reads of one."""
 
 
 class UnreadableError(GradeError):
@@ -150,8 +152,6 @@ def report(
         UnreadableError: the package has no answer for this log.
         GradeError: the worker failed; says nothing about the patch.
     """
-    if row.get("log_parser") in results.PARSERS:
-        return results.report(row, log.read_text("utf-8"))
     request = {"do": "report", "row": _row(row), "patch": patch, "log": os.fspath(log)}
     return cast("dict[str, Any]", worker.ask(request, timeout)["report"])
 
@@ -159,13 +159,13 @@ def report(
 def statuses(row: Mapping[str, Any], log: Path, worker: Worker = WORKER) -> dict[str, str]:
     """Test id -> PASSED, FAILED, ERROR, SKIPPED or XFAIL, as the row's own parser reads the log. Blocks. Raises as
     ``report`` does."""
-    if row.get("log_parser") in results.PARSERS:
-        return results.PARSERS[row["log_parser"]](results.printed(log.read_text("utf-8")))
     answer = worker.ask({"do": "statuses", "row": _row(row), "log": os.fspath(log)})
     return cast("dict[str, str]", answer["statuses"])
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    if row.get("log_parser") in results.PARSERS:
+        return {name: row[name] for name in _OWN_FIELDS if name in row}
     missing = [name for name in _FIELDS if name not in row]
     if missing:
         raise GradeError(f"the row lacks {', '.join(missing)}: SWE-bench rows of the 5.0 schema are needed")
@@ -176,9 +176,15 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    row = request["row"]
+    if row["log_parser"] in results.PARSERS:
+        text = Path(request["log"]).read_text("utf-8")
+        if request["do"] == "report":
+            return {"report": results.report(row, text)}
+        return {"statuses": results.PARSERS[row["log_parser"]](results.printed(text))}
     grading: Any = importlib.import_module("swebench.harness.grading")  # seconds, and only this process pays them
     utils: Any = importlib.import_module("swebench.harness.utils")
-    spec = utils.make_test_spec(request["row"])
+    spec = utils.make_test_spec(row)
     if request["do"] == "script":
         return {"script": spec.eval_script}
     if request["do"] == "statuses":

@@ -3,6 +3,9 @@
 SWE-bench's rows name one of the official package's parsers (``report``); these are for rows that have none. Ids are
 kept whole: the official parser of pytest's lines ends an id at its first space, which suits the lists of its rows. A
 test that is told of twice has the worse status.
+
+A log is the patch's, and may be made to keep its reader busy: ``report`` runs these in its process as well, and each
+takes time in proportion to the log.
 """
 
 import re
@@ -34,10 +37,12 @@ def pytest_lines(text: str) -> dict[str, str]:
 
 def _id(rest: str) -> str:
     """The id before `` - message``; one inside the brackets of a parameter is the id's own."""
+    opened = at = 0
     for cut in re.finditer(" - ", rest):
-        head = rest[: cut.start()]
-        if head.count("[") <= head.count("]"):
-            return head
+        opened += rest.count("[", at, cut.start()) - rest.count("]", at, cut.start())
+        at = cut.start()
+        if opened <= 0:
+            return rest[:at]
     return rest.rstrip()
 
 
@@ -49,26 +54,50 @@ def junit(text: str) -> dict[str, str]:
     start, end = text.find("<"), text.rfind(">")
     if start < 0 or "<!DOCTYPE" in text or "<!ENTITY" in text:
         return {}
+    cases = _Cases()
     try:
-        root = ElementTree.fromstring(text[start : end + 1])  # noqa: S314 - without a document type there is no entity
+        parser = ElementTree.XMLParser(target=cases)  # noqa: S314 - without a document type there is no entity
+        parser.feed(text[start : end + 1])
+        parser.close()
     except ElementTree.ParseError:
         return {}
-    cases = ((case.get("classname", ""), case.get("name", ""), _outcome(case)) for case in root.iter("testcase"))
-    return _worse((name, status) for where, test, status in cases for name in _names(where, test))
+    return _worse((name, status) for (where, test), status in cases.found.items() for name in _names(where, test))
 
 
-def _outcome(case: ElementTree.Element) -> str:
-    kinds = {child.tag for child in case}
-    for tag, status in (("error", "ERROR"), ("failure", "FAILED"), ("skipped", "SKIPPED")):
-        if tag in kinds:
-            return status
-    return "PASSED"
+class _Cases:
+    """The test cases of a document as it is read: no tree is made, which takes thirty times the text."""
+
+    _OUTCOMES: Mapping[str, str] = {"error": "ERROR", "failure": "FAILED", "skipped": "SKIPPED"}
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], str] = {}
+        """(class, name) -> the worst status."""
+        self._around: list[tuple[str, str] | None] = []
+
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
+        case = self._around[-1] if self._around else None
+        if case is not None and tag in self._OUTCOMES:
+            self.found[case] = max(self.found[case], self._OUTCOMES[tag], key=_WORST.index)
+        own = (attributes.get("classname", ""), attributes.get("name", "")) if tag == "testcase" else None
+        if own is not None:
+            self.found.setdefault(own, "PASSED")
+        self._around.append(own)
+
+    def end(self, _tag: str) -> None:
+        self._around.pop()
+
+    def close(self) -> None:
+        """There is nothing to give: ``found`` is what was read."""
+
+
+_DEEPEST = 50
+"""Folders above a test file, at most."""
 
 
 def _names(where: str, test: str) -> Iterator[str]:
     yield f"{where}::{test}"
     folders = where.split(".")
-    for depth in range(1, len(folders) + 1):
+    for depth in range(1, min(len(folders), _DEEPEST) + 1):
         yield "::".join(["/".join(folders[:depth]) + ".py", *folders[depth:], test])
 
 
@@ -97,7 +126,8 @@ def pydantic(text: str) -> dict[str, str]:
     statuses: dict[str, str] = {}
     for raw in text.split("\n"):
         line = re.sub(r"[\x01-\x1f]", "", re.sub(r"\[(\d+)m", "", raw))
-        line = re.sub(r"FAILED\s*\[.*?\]", "FAILED", line)
+        head, closed, tail = line.rpartition("]")  # behind the last each search would read on to the line's end
+        line = re.sub(r"FAILED\s*\[.*?\]", "FAILED", head + closed) + tail
         words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
         if len(words) < 2:
             continue
