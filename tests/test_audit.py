@@ -1,5 +1,6 @@
 """What installing a patch may leave behind, and what gives it away."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def found(*files: str, **contents: str) -> list[str]:
     names = {"pth": PTH, "entries": ENTRIES, "gitconfig": "/home/agent/.gitconfig"}
     told = {(names[key], text) for key, text in contents.items()}
     return unlike(Changes(frozenset(files) | {path for path, _ in told}, frozenset(told)), RIGHT)
+
+
+def test_what_the_right_fix_did_is_remembered_whole() -> None:
+    """A daemon that installing leaves (a build server) would else be held against every patch."""
+    right = replace(RIGHT, processes=2)
+    assert Changes.of(json.loads(json.dumps(right.plain()))) == right
 
 
 def test_what_the_right_fix_does_is_nothing() -> None:

@@ -79,11 +79,12 @@ class Changes:
     processes: int = 0
 
     def plain(self) -> dict[str, Any]:
-        return {"files": sorted(self.files), "contents": sorted(self.contents)}
+        return {"files": sorted(self.files), "contents": sorted(self.contents), "processes": self.processes}
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> "Changes":
-        return cls(frozenset(plain["files"]), frozenset((path, text) for path, text in plain["contents"]))
+        contents = frozenset((path, text) for path, text in plain["contents"])
+        return cls(frozenset(plain["files"]), contents, plain["processes"])
 
 
 @dataclass(slots=True)
