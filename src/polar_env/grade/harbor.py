@@ -8,7 +8,8 @@ change of the work tree applied, as all other grading here; choose it where the 
 Either way every process of the agent is dead, ``/tests`` and ``/logs/verifier`` are emptied and filled from outside
 only then, and the reward is read after every process of the run is dead. A local task's work tree is carried into a
 fresh sandbox, byte for byte; an image is graded in place, with the tools the agent left: those it replaced raise a flag
-(``grade.tools``), where the provider can tell.
+(``grade.tools``), where the provider can tell, and so do modules of its work tree that a verifier's ``python -m`` would
+take for a test runner or for Python's own (``verifier.Run.hooks``).
 
 A verifier is believed once it was seen to work: here, on the untouched environment and on the folder's own solution,
 measured once per task. A task whose solution earns nothing here (test.sh installs from a network that no sandbox has)
@@ -38,7 +39,7 @@ from polar_env.tasks import Prepared
 from polar_env.tasks.harbor import files_of, folder_of, settings_of
 from polar_env.verdict import Flag, Verdict, VerdictStatus
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what is measured changes: old measurements are then left alone."""
 CARRIED_LIMIT = 512 * 1024 * 1024
 """Bytes of a work tree that are carried into the sandbox where it is graded."""
@@ -66,6 +67,8 @@ class _Known:
     """What the untouched environment holds where the verifier's files are put."""
     changes: frozenset[str]
     """Tools of the image that the solution changes."""
+    hooks: frozenset[str]
+    """``Run.hooks`` of the untouched environment and of the solution."""
 
 
 async def grade(
@@ -142,8 +145,10 @@ def _failing() -> Generator[None]:
 
 
 def _flagged(found: Verdict, flag: Flag, why: str) -> Verdict:
+    """The same, refused."""
     detail = "; ".join(filter(None, (found.detail, why)))
-    return replace(found, flags=tuple(sorted({*found.flags, flag})), detail=detail)
+    status = VerdictStatus.REFUSED if found.status is VerdictStatus.RESOLVED else found.status
+    return replace(found, status=status, flags=tuple(sorted({*found.flags, flag})), detail=detail)
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
@@ -199,6 +204,13 @@ def _verdict(run: Run | Verdict, known: _Known, limit: float) -> Verdict:
     anything. Pure."""
     if isinstance(run, Verdict):
         return run
+    found = _of_run(run, known, limit)
+    if odd := sorted(set(run.hooks) - known.hooks):
+        found = _flagged(found, Flag.TEST_HOOKS, f"it left {', '.join(odd[:3])}, which changes what a test run means")
+    return found
+
+
+def _of_run(run: Run, known: _Known, limit: float) -> Verdict:
     if run.timed_out:
         if limit < 2 * known.seconds:
             raise GradeError(
@@ -223,22 +235,32 @@ async def _known(prepared: Prepared, config: SandboxConfig) -> _Known:
     name = f"harbor-{FORMAT}-{settings['grade_in']}"
     told = await remembered(prepared, config.provider, name, partial(_measure, prepared, config))
     nothing, solved = Run(**told["nothing"]), Run(**told["solved"]) if told["solved"] else None
-    if solved is None:
-        if nothing.reward is None or nothing.reward >= 1.0:
-            what = nothing.why or "it gives an untouched environment the full reward"
-            raise GradeError(f"{prepared.task.task_id}: its verifier does not work here: {what}")
-    elif solved.reward is None or solved.reward <= (nothing.reward or 0.0):
-        raise GradeError(
-            f"{prepared.task.task_id}: its own solution earns {solved.reward} here and doing nothing {nothing.reward}, "
-            f"so nothing can be told ({solved.why or solved.said or 'no output'}). Sandboxes have no network: what "
-            f"test.sh or solve.sh installs must be in the image. {_ELSEWHERE if not prepared.whole else ''}".strip()
-        )
+    if why := _useless(nothing, solved):
+        where = _ELSEWHERE if solved and not prepared.whole else ""
+        raise GradeError(f"{prepared.task.task_id}: {why} {where}".strip())
     return _Known(
         nothing.reward or 0.0,
         (solved or nothing).seconds,
         solved is not None,
         frozenset(told["present"]),
         frozenset(told["tools"]),
+        frozenset((*nothing.hooks, *(solved.hooks if solved else ()))),
+    )
+
+
+def _useless(nothing: Run, solved: Run | None) -> str:
+    """Why a verifier that gave these tells nothing; empty when it does. Pure."""
+    if solved is None:
+        if nothing.reward is not None and nothing.reward < 1.0:
+            return ""
+        what = nothing.why or "it gives an untouched environment the full reward"
+        return f"its verifier does not work here: {what}"
+    if solved.reward is not None and solved.reward > (nothing.reward or 0.0):
+        return ""
+    return (
+        f"its own solution earns {solved.reward} here and doing nothing {nothing.reward}, so nothing can be told "
+        f"({solved.why or solved.said or 'no output'}). Sandboxes have no network: what test.sh or solve.sh installs "
+        "must be in the image."
     )
 
 
@@ -246,13 +268,24 @@ _ELSEWHERE = 'And only the work tree counts with grade_in = "fresh".'
 
 
 async def _measure(prepared: Prepared, config: SandboxConfig) -> dict[str, Any]:
+    """Once, and once more when that told nothing: a machine that was busy must not condemn the task."""
     limit = max(_LEAST, float(settings_of(prepared.task)["verifier_timeout"]))
-    async with open_sandbox(box_of(prepared, config), config) as untouched:
-        there = await present(untouched)
-        nothing = await verify(untouched, prepared, limit, untouched=True)
-    tools: list[str] = []
-    solved = await _solution(prepared, config, limit, tools) if settings_of(prepared.task)["solved"] else None
-    return {"present": sorted(there), "nothing": _plain(nothing), "solved": solved and _plain(solved), "tools": tools}
+    told: dict[str, Any] = {}
+    for _ in range(2):
+        async with open_sandbox(box_of(prepared, config), config) as untouched:
+            there = await present(untouched)
+            nothing = await verify(untouched, prepared, limit, untouched=True)
+        tools: list[str] = []
+        solved = await _solution(prepared, config, limit, tools) if settings_of(prepared.task)["solved"] else None
+        told = {
+            "present": sorted(there),
+            "nothing": _plain(nothing),
+            "solved": solved and _plain(solved),
+            "tools": tools,
+        }
+        if not _useless(nothing, solved):
+            break
+    return told
 
 
 def _plain(run: Run) -> dict[str, Any]:

@@ -17,8 +17,8 @@ MAX_FILES = 100
 _HOOKS = frozenset({b"conftest.py", b"sitecustomize.py", b"usercustomize.py", b"pytest.ini"})
 """Files that change what a test run means. None of 1,325 gold patches (Verified, Lite, dev, Multilingual) has one."""
 _HOOK_ENDINGS = (b".pth", b".pyc", b".pyo")
-_RUNNERS = frozenset({b"pytest", b"_pytest", b"pluggy", b"unittest", b"doctest", b"pip", b"setuptools",
-                      b"pkg_resources", b"nose", b"tox", b"coverage", b"xdist", b"iniconfig"})  # fmt: skip
+RUNNERS = frozenset({b"pytest", b"_pytest", b"pluggy", b"unittest", b"doctest", b"pip", b"setuptools",
+                     b"pkg_resources", b"nose", b"tox", b"coverage", b"xdist", b"iniconfig"})  # fmt: skip
 """Modules that run tests or install: one at the root, or in a folder of tests, is found before the real one."""
 _MODULE = re.compile(rb"\.py$|(\.[\w-]+)?\.(so|pyd)$")
 _TESTS = frozenset({b"test", b"tests", b"testing"})
@@ -76,7 +76,7 @@ def _hooks(path: bytes) -> bool:
     folders = path.split(b"/")
     for depth, name in enumerate(folders):
         module = _MODULE.sub(b"", name) if depth == len(folders) - 1 else name
-        if module in _RUNNERS and (module != name or depth < len(folders) - 1):
+        if module in RUNNERS and (module != name or depth < len(folders) - 1):
             return not depth or folders[depth - 1].lower() in _TESTS
         if re.search(rb"[-.](dist|egg)-info$", name):
             return True

@@ -7,8 +7,10 @@ its Python and what they load may be its own. The engine knows every path that d
 import re
 from collections.abc import Collection, Iterable, Iterator
 
+_INSTALLED = r"(usr/local|opt/[^/]+|(root|home/[^/]+)/\.[^/]+)/s?bin"
+"""Where programs lie that an image brings besides its distribution's, or a user installs."""
 _KEPT = re.compile(
-    r"/(usr/(local/)?)?s?bin/.*"
+    rf"/((usr/)?s?bin|{_INSTALLED})/.*"
     r"|/(usr/(local/)?)?lib(32|64)?/([^/]+/)?[^/]+\.so[.0-9]*"
     r"|/usr/(local/)?lib/python3[^/]*/(?!(site|dist)-packages/|.*__pycache__/).*"
 )
@@ -18,7 +20,7 @@ _LOADED = re.compile(
     r"/etc/ld\.so\.(preload|cache|conf(\.d/.*)?)"
     r"|.*/(sitecustomize|usercustomize)\.py"
     r"|.*/(site|dist)-packages/([^/]+\.pth|_?pytest(/.*|\.py)|pluggy(/.*|\.py)|[^/]+\.(dist|egg)-info/entry_points\.txt)"
-    r"|/(usr/local/)?s?bin/(ba|da)?sh|/usr/local/s?bin/(env|cat|grep|test|tee|cp|mv|rm|mkdir|chmod|find|stat|tar|timeout"
+    rf"|/(s?bin|{_INSTALLED})/(ba|da)?sh|/{_INSTALLED}/(env|cat|grep|test|tee|cp|mv|rm|mkdir|chmod|find|stat|tar|timeout"
     r"|python[0-9.]*|pip[0-9.]*|pytest|py\.test|uvx?|node|npm|npx|make|gcc|cc|go|cargo)"
 )
 """What programs load or find first, whoever adds it."""

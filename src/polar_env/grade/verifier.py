@@ -7,13 +7,16 @@ import asyncio
 import io
 import json
 import math
+import re
+import sys
 import tarfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from polar_env.errors import SandboxError
+from polar_env.grade.review import RUNNERS
 from polar_env.sandbox.sandbox import Foreign, Sandbox
 from polar_env.tasks import Prepared
 from polar_env.tasks.harbor import files_of, folder_of, settings_of
@@ -36,6 +39,19 @@ left=$(find /tests /logs/verifier -mindepth 1)
 [ -z "$left" ] || { echo "still there: $left" >&2; exit 1; }
 """
 _PRESENT = "find /tests /logs/verifier -mindepth 1 2>/dev/null | head -n 1000; true"
+_HOOKS = r"""
+[ "$1" = / ] || for name in conftest.py pytest.ini .pytest.ini pyproject.toml tox.ini setup.cfg setup.py; do
+    if [ -e /$name ] || [ -L /$name ]; then echo /$name; fi
+done
+if [ -n "$2" ] && cd "$1" 2>/dev/null; then find . -maxdepth 2 2>/dev/null | grep -E "^\./($2)$"; fi
+true
+"""
+"""pytest, asked for a file in /tests, reads what stands above it."""
+_IN_CWD = re.compile(rb"\bpython[\d.]*\b[^\n]* -([mc]\b|\s|$)", re.MULTILINE)
+"""How a Python is started that looks in its working directory, which is the agent's, before it looks anywhere else."""
+_NAMES = "|".join(sorted({*sys.stdlib_module_names, *(name.decode() for name in RUNNERS)} - {"test"}))
+_MODULES = rf"({_NAMES})(\.pyc?|(\.[a-zA-Z0-9_-]+)?\.so|/__init__\..*)"
+_UNSEEN = "more than can be looked at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +64,21 @@ class Run:
     seconds: float = 0.0
     said: str = ""
     """The end of what it printed."""
+    hooks: tuple[str, ...] = ()
+    """What was there that changes what a test run means: pytest's settings above /tests, and where the verifier starts
+    a Python that looks in the work tree first, modules there that stand in for Python's own or for a test runner."""
 
 
 async def verify(box: Sandbox, prepared: Prepared, limit: float, *, untouched: bool = False) -> Run:
     """Place the tests from outside, run test.sh from the working directory, end everything, read the reward."""
-    if failed := await _place(box, prepared, untouched):
-        return Run(why=failed)
+    files = await asyncio.to_thread(files_of, folder_of(prepared.task) / "tests")
+    hooks = await _hooks(box, prepared.workdir, files)
+    if failed := await _place(box, files, untouched):
+        return Run(why=failed, hooks=hooks)
+    return replace(await _run(box, prepared, limit), hooks=hooks)
+
+
+async def _run(box: Sandbox, prepared: Prepared, limit: float) -> Run:
     env, started = settings_of(prepared.task)["verifier_env"], time.monotonic()
     words = ["bash", "-c", "/tests/test.sh 2>&1"]
     done = await box.exec(words, env=env, cwd=prepared.workdir, timeout=limit, output_limit=_LOG_LIMIT)
@@ -67,12 +92,11 @@ async def verify(box: Sandbox, prepared: Prepared, limit: float, *, untouched: b
     return Run(reward, f"{why}; it said: {said}" if reward is None else why, seconds=seconds, said=said)
 
 
-async def _place(box: Sandbox, prepared: Prepared, untouched: bool) -> str:
+async def _place(box: Sandbox, files: Mapping[str, tuple[bytes, int]], untouched: bool) -> str:
     """The verifier's files and nothing else where they belong; empty when they are there, else why not.
 
     In an untouched sandbox its own tar unpacks them; where an agent was, they are written from outside one by one.
     """
-    files = await asyncio.to_thread(files_of, folder_of(prepared.task) / "tests")
     script, stdin = (f"{_EMPTY}exec tar -C /tests -xf -\n", packed(files)) if untouched else (_EMPTY, None)
     emptied = await box.exec(["sh", "-c", script], cwd="/", stdin=stdin, timeout=_TIMEOUT)
     if emptied.code != 0:
@@ -100,6 +124,14 @@ async def present(box: Sandbox) -> frozenset[str]:
     """What is in the verifier's places."""
     done = await box.exec(["sh", "-c", _PRESENT], cwd="/", timeout=_TIMEOUT, output_limit=_LOG_LIMIT)
     return frozenset(done.stdout.decode("utf-8", "backslashreplace").splitlines())
+
+
+async def _hooks(box: Sandbox, workdir: str, files: Mapping[str, tuple[bytes, int]]) -> tuple[str, ...]:
+    modules = _MODULES if any(_IN_CWD.search(data) for data, _ in files.values()) else ""
+    words = ["sh", "-c", _HOOKS, "polar", workdir, modules]
+    done = await box.exec(words, cwd="/", timeout=_TIMEOUT, output_limit=_LOG_LIMIT)
+    found = tuple(done.stdout.decode("utf-8", "backslashreplace").splitlines())
+    return found if done.code == 0 else (*found, _UNSEEN)
 
 
 async def changes(box: Sandbox) -> list[str]:
