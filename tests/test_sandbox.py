@@ -880,6 +880,16 @@ def test_a_container_docker_does_not_know_is_an_error() -> None:
         docker_pid("polar-no-such-container")
 
 
+def test_docker_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was no error of ours: it ended the batch, or told nothing of what a command had left."""
+    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("polar_env.sandbox.sandbox.DOCKER_TIMEOUT", 0.2)
+    with pytest.raises(SandboxError, match=r"docker inspect .* took over 0\.2 s"):
+        docker_pid("polar-any-container")
+
+
 def test_removing_a_tree_never_follows_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "sub").mkdir(parents=True)

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
@@ -28,6 +28,9 @@ from polar_env.errors import HarnessError, SandboxError, boundary
 from polar_env.sandbox import Box, ExecResult, limits, netns
 from polar_env.sandbox.bubble import OUTPUT_LIMIT
 from polar_env.sandbox.bubblewrap import BubblewrapProvider, bubble_of
+
+DOCKER_TIMEOUT = 60.0
+"""Seconds that docker's command line may take to answer."""
 
 
 class Sandbox(Protocol):
@@ -229,8 +232,11 @@ class Foreign:
         found: list[bytes | None] = []
         with tempfile.TemporaryDirectory(prefix="polar-down-") as folder:
             if self.provider.name == "docker":  # all in one
-                with suppress(SandboxError):
+                try:
                     await asyncio.to_thread(_docker, "cp", f"{self.handle.raw.name}:{place}/.", folder)
+                except SandboxError as error:  # else the folder is gone, with what the command left
+                    if isinstance(error, _SlowError):
+                        raise
             for name in ("code", "out", "err"):
                 try:
                     local = Path(folder, name)
@@ -276,7 +282,7 @@ class Foreign:
             return False
         try:
             await asyncio.to_thread(_docker, "inspect", str(self.handle.raw.name))
-        except (SandboxError, OSError, subprocess.TimeoutExpired):
+        except (SandboxError, OSError):
             return False
         return True
 
@@ -311,9 +317,16 @@ def _regular(path: Path) -> bytes:
         return file.read()
 
 
+class _SlowError(SandboxError):
+    """Docker has not answered, so what is or is not there is not known."""
+
+
 def _docker(*words: str) -> str:
     env = child_environment("DOCKER_")
-    asked = subprocess.run(["docker", *words], capture_output=True, check=False, timeout=60, env=env)
+    try:
+        asked = subprocess.run(["docker", *words], capture_output=True, check=False, timeout=DOCKER_TIMEOUT, env=env)
+    except subprocess.TimeoutExpired as error:
+        raise _SlowError(f"docker {words[0]} {words[-1]} took over {DOCKER_TIMEOUT:g} s") from error
     if asked.returncode:
         raise SandboxError(f"docker {words[0]} {words[-1]}: {asked.stderr.decode(errors='replace').strip()}")
     return asked.stdout.decode(errors="replace")
