@@ -265,7 +265,7 @@ def test_a_call_is_streamed_once_however_the_engine_s_parser_counts(pieces):
         call = {"index": index, "id": name, "function": {"name": function, "arguments": text}}
         for delta in answer.feed({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}):
             told += encoder.delta(ids.delta(delta))
-    turn = ids.reply(answer.reply("v")).turn
+    turn = ids.turn(answer.reply("v").turn)
     told += b"".join(encoder.finish(turn))
     (call,) = read_chat(told)["message"]["tool_calls"]
     assert (call["id"], call["function"]) == ("c", {"name": "bash", "arguments": '{"command": "ls"}'})

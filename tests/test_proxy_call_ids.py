@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_helpers import user
-from polar_env.capture import Ledger
+from polar_env.capture import Ledger, SegmentLog
 from polar_env.continuation import History
 from polar_env.messages import ChatMessage
 from polar_env.proxy.call_ids import CallIds
 from polar_env.proxy.render import in_call_order, turn_message
+from polar_env.segment_log import read
 from polar_env.types import AssistantTurn, CallKind, Delta, EngineReply, ModelRequest, StopReason, ToolCall, WireApi
 from proxy_helpers import PlayedEngine, open_session, say, stage
 from session_helpers import opened, turn
@@ -132,6 +134,21 @@ async def test_a_streamed_call_keeps_the_id_its_stream_began_with() -> None:
     assert [delta.id for delta in seen] == ids(said) == ["call_0-2"]
 
 
+async def test_the_log_holds_what_the_model_wrote_and_was_shown(tmp_path: Path) -> None:
+    """Kimi's template writes ids into the text. Fine-tuned on ids of ours, it would learn to write them."""
+    engine = PlayedEngine(*([act(("functions.bash:0", command))] for command in ("ls", "make")), [say("done")])
+    async with SegmentLog(tmp_path / "s") as log, opened(engine, Ledger("s", log)) as session:
+        talk = [TASK]
+        for _ in range(2):
+            talk += results(await turn(session, *talk))
+        await turn(session, *talk)
+    kept = read(tmp_path / "s")
+    assert [ids(record.turn) for record in kept.ledger.records] == [["functions.bash:0"], ["functions.bash:0"], []]
+    asked = kept.conversations()["s-0002"]
+    assert list(asked.messages) == list(engine.requests[-1].messages)
+    assert shown(engine.requests[-1]) == ["functions.bash:0"] * 4
+
+
 class Counting(PlayedEngine):
     """An engine that tells what it was asked to count."""
 
@@ -160,7 +177,7 @@ NAMES = st.lists(st.lists(st.sampled_from(["call_0", "call_0-2", "call_1", "x"])
 def test_no_id_is_handed_out_twice_and_all_find_their_way_back(turns: list[list[str]]) -> None:
     calls, given, talk = CallIds(), list[str](), list[ChatMessage]()
     for names in turns:
-        said = calls.answer().reply(act(*((name, "ls") for name in names))).turn
+        said = calls.answer().turn(act(*((name, "ls") for name in names)).turn)
         given += ids(said)
         talk += results(said)
     assert len(given) == len(set(given))
@@ -177,7 +194,7 @@ def _by_turn(given: list[str], turns: list[list[str]]) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["", "call_0"])
 def test_a_request_nothing_was_renamed_for_is_left_as_it_is(name: str) -> None:
     calls = CallIds()
-    said = calls.answer().reply(act((name, "ls"))).turn
+    said = calls.answer().turn(act((name, "ls")).turn)
     request = ModelRequest(WireApi.CHAT, "any", (TASK, *results(said)))
     assert calls.engines(request) is request
 

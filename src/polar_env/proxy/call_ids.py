@@ -6,14 +6,15 @@ id, and so do we (``continuation``, ``threads``, the order of results): an id th
 result, or the tokens, of another.
 
 So a session hands out each id once. One that it handed out before gets a number at its end, and loses it again on the
-way back to the engine: templates that write ids into the prompt must find the model's own.
+way back to the engine: templates that write ids into the prompt must find the model's own. So must whoever trains on
+messages (``polar export --format sft``): records and logs hold the engine's own too.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from polar_env.messages import ChatMessage, ChatToolCall
-from polar_env.types import AssistantTurn, Delta, EngineReply, ModelRequest, ToolCall
+from polar_env.types import AssistantTurn, Delta, ModelRequest, ToolCall
 
 
 class CallIds:
@@ -60,11 +61,8 @@ class AnswerIds:
         given = self._id(delta.index, delta.id)
         return delta if given == delta.id else replace(delta, id=given)
 
-    def reply(self, reply: EngineReply) -> EngineReply:
-        """The whole reply as the harness is to see it."""
-        return replace(reply, turn=self._turn(reply.turn)) if reply.turn.tool_calls else reply
-
-    def _turn(self, turn: AssistantTurn) -> AssistantTurn:
+    def turn(self, turn: AssistantTurn) -> AssistantTurn:
+        """The whole turn as the harness is to see it."""
         calls = tuple(self._call(index, call) for index, call in enumerate(turn.tool_calls))
         return turn if calls == turn.tool_calls else replace(turn, tool_calls=calls)
 

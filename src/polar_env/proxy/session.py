@@ -55,6 +55,7 @@ from polar_env.proxy.limits import Limits
 from polar_env.proxy.steady import Steady
 from polar_env.proxy.threads import Threads
 from polar_env.types import (
+    AssistantTurn,
     CallKind,
     Delta,
     EngineReply,
@@ -322,11 +323,11 @@ class Session:
 
     async def _run(self, attempt: Attempt, ask: Ask, earlier: Attempt | None) -> None:
         try:
-            reply = await self._sample(attempt, ask.place.carried(ask.request, self._ledger.ids), ask.kind)
-            attempt.reply(reply.turn)
-            self._threads.answered(ask.thread, reply.turn)
+            reply, turn = await self._sample(attempt, ask.place.carried(ask.request, self._ledger.ids), ask.kind)
+            attempt.reply(turn)
+            self._threads.answered(ask.thread, turn)
             self.limits.sampled(reply.turn.usage)
-            await self._commit(attempt, ask, reply)
+            await self._commit(attempt, ask, reply, turn)
             self._replace(earlier, attempt)
             self._turn_sampled |= ask.turn
         except asyncio.CancelledError:
@@ -337,8 +338,11 @@ class Session:
         except Exception as error:  # noqa: BLE001 - one call's bug must not end the other sessions of the task group
             self._failed(attempt, EngineError(f"sampling {attempt.call_id}: {type(error).__name__}: {error}"))
 
-    async def _sample(self, attempt: Attempt, request: ModelRequest, kind: CallKind) -> EngineReply:
-        """Raises EngineError and its kin. Leaving early closes the engine's iterator, which aborts upstream."""
+    async def _sample(
+        self, attempt: Attempt, request: ModelRequest, kind: CallKind
+    ) -> tuple[EngineReply, AssistantTurn]:
+        """(the reply, its turn as the harness is to see it). Raises EngineError and its kin. Leaving early closes the
+        engine's iterator, which aborts upstream."""
         who = replace(self._engine_session, side=True) if kind is CallKind.SIDE else self._engine_session
         generation = self.engine.generate(self._call_ids.engines(request), self.sampling, who)
         ids = self._call_ids.answer()
@@ -349,15 +353,16 @@ class Session:
                 elif item.turn.stop is StopReason.ABORT:
                     raise EngineError("the engine aborted the generation")
                 else:
-                    return ids.reply(item)
+                    return item, ids.turn(item.turn)
         raise EngineError("the engine ended its stream without a reply")
 
-    async def _commit(self, attempt: Attempt, ask: Ask, reply: EngineReply) -> None:
-        """Record first, then let the reply go. A lost record is a hole of the session, never a lost answer."""
+    async def _commit(self, attempt: Attempt, ask: Ask, reply: EngineReply, turn: AssistantTurn) -> None:
+        """Record first, with the engine's own ids of calls, then let the reply go. A lost record is a hole of the
+        session, never a lost answer."""
         try:
             with boundary(CaptureError, f"recording {attempt.call_id}"):
                 record = ask.record(self.session_id, attempt.call_id, attempt.index, self.sampling, reply)
-                await self._ledger.append(record, ask.request)
+                await self._ledger.append(record, self._call_ids.engines(ask.request))
         except CaptureError as error:
             self._lose(attempt, error)
             attempt.commit(recorded=False)
@@ -365,7 +370,7 @@ class Session:
             self.calls += 1
             self.usage.undelivered += 1
             if not record.holes:
-                self._history.add(ask.place, attempt.call_id, attempt.index, reply.turn, ask.thread)
+                self._history.add(ask.place, attempt.call_id, attempt.index, turn, ask.thread)
             attempt.commit(recorded=True)
         if attempt.index >= self._failed_before:
             self._failures, self._trouble = 0, None
