@@ -24,6 +24,8 @@ from polar_env.errors import BadRequest, boundary
 SECRET = "POLAR_CONTROL_SECRET"
 """The variable that holds the secret, on both sides."""
 
+_OF_ROLLOUTS = ("/control/rollouts", "/control/cancel", "/control/hurry")
+
 
 def refusal(secret: str, authorization: str) -> tuple[int, dict[str, Any]] | None:
     """The answer to a request that may not give orders; ``None`` when it may. An empty ``secret`` lets nobody in."""
@@ -42,7 +44,10 @@ async def answer(fence: Fence, method: str, path: str, raw: bytes) -> tuple[int,
         state = await _obey(fence, f"{method} {path.rstrip('/')}", fields_of(raw))
     except BadRequest as error:
         return 400, {"error": str(error)}
-    return (200, asdict(state)) if state is not None else (404, {"error": f"no order {method} {path}"})
+    if state is None:
+        whose = "; rollouts are listed and cancelled at the polar server's door" if path in _OF_ROLLOUTS else ""
+        return 404, {"error": f"no order {method} {path}{whose}"}
+    return 200, asdict(state)
 
 
 async def _obey(fence: Fence, order: str, fields: Mapping[str, Any]) -> FenceState | None:
