@@ -274,6 +274,7 @@ AGAINST_ITSELF: dict[str, tuple[Callable[[Row], Any], str]] = {
         "mask_sample is False, and the rollout cannot train (infrastructure: engine_error)",
     ),
     "incomplete": (lambda r: r["polar"].update(complete=False), "cannot train (the capture is incomplete)"),
+    "whole": (lambda r: r["polar"].update(complete=False), "polar.complete is False in the row, True by the log"),
     "timed out": (lambda r: r["polar"].update(outcome="agent_timeout"), "agent_timed_out is 0.0, and polar.outcome"),
     "trainable tokens": (lambda r: r.update(trainable_tokens=9.0), "trainable_tokens is 9.0, and response.output"),
     "chains": (lambda r: r.update(num_chains=1.0), "num_chains is 1.0, and trajectories gives 2.0"),

@@ -265,8 +265,10 @@ def _ledger(row: Row, log: SessionLog) -> Iterator[str]:
         yield f"the log is of session {log.ledger.session_id}"
     if not log.sealed:
         yield "the log has no end: it was cut, or the session never closed"
-    if polar["complete"] is not log.ledger.complete or polar["holes"] != rows.holes(log.ledger.holes):
+    if polar["holes"] != rows.holes(log.ledger.holes):
         yield f"the log has {len(log.ledger.holes)} holes, the row tells of {len(polar['holes'])}"
+    elif polar["complete"] is not log.ledger.complete:
+        yield f"polar.complete is {polar['complete']} in the row, {log.ledger.complete} by the log"
     if not log.ledger.complete and not row["mask_sample"]:
         yield "the log is incomplete and the row trains"
 
