@@ -35,8 +35,9 @@ async def after(sandbox: Sandbox, prepared: Prepared, script: str) -> bytes:
 @pytest.mark.parametrize(
     ("script", "word"),
     [
-        pytest.param("truncate -s 2G sparse", "1024 MiB", id="one sparse file"),
-        pytest.param("for i in $(seq 30); do truncate -s 100M s$i; done; chmod 000 s*", "1024 MiB", id="many"),
+        pytest.param("truncate -s 2G sparse", "256 MiB", id="one sparse file"),
+        pytest.param("for i in $(seq 30); do truncate -s 100M s$i; done; chmod 000 s*", "256 MiB", id="many"),
+        pytest.param("head -c 260M /dev/urandom > noise", "256 MiB", id="noise"),
         pytest.param("mkdir m; cd m; seq 100001 | xargs touch", "100000 files", id="files"),
         pytest.param("seq 1001 | xargs mkdir -m 0", "1000 closed directories", id="closed directories"),
     ],

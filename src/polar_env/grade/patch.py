@@ -96,9 +96,11 @@ not_more "$closed" 1000 'closed directories'
 not_more "$(own -printf x | head -c 100001 | wc -c)" 100000 'files'
 find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
 own -type f ! -perm -400 -exec chmod u+r {} + || :
-sizes() { own \( -name node_modules -o -name .venv \) -prune -o -type f -printf '%s\n'; }
-not_more "$(sizes | awk '{s += $1} END {print int(s / 1048576)}')" 1024 MiB
 base=$(cat "$GIT_DIR/polar-baseline") || exit 9
+mib() { awk '{s += $1} END {print int(s / 1048576)}'; }
+sizes() { own \( -name node_modules -o -name .venv \) -prune -o -type f ! -name '*.so' ! -name '*.o' -printf '%s\n'; }
+theirs=$(git ls-tree -r -l "$base" | awk '$5 !~ /(^|\/)(node_modules|\.venv)\// {print $4}' | mib) || exit 9
+not_more "$(sizes | mib)" $((theirs + 256)) MiB
 for name in build dist; do
     git cat-file -e "$base:$name" 2>/dev/null || set -- "$@" ":(exclude,top)$name"
 done
@@ -110,8 +112,8 @@ exec git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-
 """Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch.
 
 What the agent left is measured first: a sparse file of 200 GB or a million directories would use up the time of this
-script, which masks, and an agent must not be able to mask its failures. The largest repository of SWE-bench has 20,000
-files of 300 MB."""
+script, which masks, and an agent must not be able to mask its failures (a busy machine reads 256 MiB of noise
+in a minute). The largest repository of SWE-bench has 20,000 files of 300 MB."""
 _OURS = 9
 """Exit code of that script when the baseline, which is ours, is broken; everything else is the tree the agent left."""
 _LEFT_OUT = tuple(f":(exclude,glob)**/{name}{below}" for name in _JUNK for below in ("", "/**"))
