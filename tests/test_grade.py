@@ -335,6 +335,10 @@ def test_a_worker_that_hangs_is_killed_and_one_that_dies_leaves_its_last_words()
     dying = Worker((sys.executable, "-c", "import sys; sys.exit('bad disk')"))
     with pytest.raises(GradeError, match="bad disk"):
         dying.ask({"do": "script"}, timeout=20)
+    deaf = Worker((sys.executable, "-c", "import sys; sys.stdin.close(); sys.exit('deaf')"))
+    with pytest.raises(GradeError, match="deaf"):
+        deaf.ask({"do": "script", "row": "x" * 1_000_000}, timeout=20)
+    assert deaf._errors is None
     with pytest.raises(GradeError, match="No such file"):
         Worker(("/nowhere/python",)).ask({"do": "script"})
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -125,7 +126,8 @@ class Worker:
 
     def _end(self) -> None:
         if self._process is not None:
-            with self._process:  # closes its pipes and waits
+            # Leaving the block closes its pipes and waits; what a dead process was to be told cannot be flushed.
+            with suppress(BrokenPipeError), self._process:
                 self._process.kill()
             self._process = None
         if self._errors is not None:
