@@ -138,8 +138,16 @@ def ready(folder: Path, row: Mapping[str, Any], files: Mapping[str, str] = FILES
     """The row's task on a real repository, with this test run's own Python and pytest."""
     task = task_of(row)
     repo = git_repo(folder / "repo", {path: text.encode() for path, text in files.items()}, {})
-    mounts = tuple((Path(place), place) for place in dict.fromkeys((sys.base_prefix, sys.prefix)))
-    env = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    # At places of their own: a checkout may lie in /tmp, which a grading empties. Its scripts name where it lay.
+    (folder / "bin").mkdir()
+    (folder / "bin/pytest").write_text('#!/bin/sh\nexec python -m pytest "$@"\n')
+    (folder / "bin/pytest").chmod(0o755)
+    mounts = (
+        (Path(sys.base_prefix), sys.base_prefix),
+        (Path(sys.prefix), "/opt/venv"),
+        (folder / "bin", "/opt/scripts"),
+    )
+    env = {"PATH": "/opt/scripts:/opt/venv/bin:/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
            "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
     made = prepared_of(repo, task.row, mounts=mounts, env_vars=env)
     return Prepared(task, made.base_commit, repo=repo, env=None, git_dir=None, mounts=mounts, env_vars=env,
