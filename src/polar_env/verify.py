@@ -21,7 +21,7 @@ from polar_env.gym.contract import TOKEN_KEYS, first_prompt_digest, trainable_it
 from polar_env.reward import ENDINGS, Ending, Worth, decide
 from polar_env.segment_log import SessionLog, read
 from polar_env.trajectory import build, trim
-from polar_env.types import CallKind, Chain, ChainTurn, HarnessExit, Outcome, RewardDecision, RolloutResult, Trajectory
+from polar_env.types import CallKind, Chain, ChainTurn, Outcome, RewardDecision, Trajectory
 from polar_env.verdict import Flag, Verdict, VerdictStatus
 
 Row = Mapping[str, Any]
@@ -280,20 +280,9 @@ ELSEWHERE = ("reward", "policy_age", "policy_age_mean", "policy_stale")
 def _metrics(row: Row, log: SessionLog, trajectory: Trajectory, policy: Policy) -> Iterator[str]:
     """Every metric against those of a row that is made again of the log and of what only the row knows (verdict, patch,
     how the harness exited, seconds)."""
-    polar, code = row["polar"], row["harness_exit_code"]
-    result = RolloutResult(
-        task_id=polar["task_id"],
-        harness=polar["harness"],
-        outcome=Outcome(polar["outcome"]),
-        detail=polar["detail"],
-        verdict=_verdict(polar["verdict"]),
-        decision=RewardDecision(row["reward"], _empty(row)),
-        trajectory=trajectory,
-        ledger=log.ledger,
-        patch=base64.b64decode(polar["patch"]),
-        exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
-        seconds={phase: row[f"seconds_{phase}"] for phase in rows.PHASES},
-    )
+    polar, decision = row["polar"], RewardDecision(row["reward"], _empty(row))
+    outcome, verdict = Outcome(polar["outcome"]), _verdict(polar["verdict"])
+    result = rows.result_of(row, outcome, polar["detail"], verdict, decision, log.ledger, trajectory)
     made = rows.compact(result, {"input": []}, model="", max_tokens=policy.max_tokens, include_trajectories=False)
     told = {key: value for key, value in made.items() if isinstance(value, float) and key not in ELSEWHERE}
     told |= {f"polar.{key}": made["polar"][key] for key in made["polar"] if key.startswith("policy_version")}

@@ -4,7 +4,6 @@ A row that is masked holds a placeholder (``gym.rows``), so a new reward alone c
 the session's log, bit for bit, and what was graded, how the harness exited and how long it all took is in the row.
 """
 
-import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from polar_env.errors import CaptureError, ConfigError, boundary
 from polar_env.gym import rows
 from polar_env.segment_log import SessionLog, read
 from polar_env.trajectory import build
-from polar_env.types import HarnessExit, Outcome, RewardDecision, RolloutResult
+from polar_env.types import Outcome, RewardDecision
 from polar_env.verdict import Verdict
 
 Row = Mapping[str, Any]
@@ -45,22 +44,12 @@ def revived(row: Row, outcome: Outcome, verdict: Verdict, decision: RewardDecisi
         ConfigError: the row is not as polar_env writes them.
     """
     with boundary(ConfigError, "reading the row to make it again"):
-        polar, code = row["polar"], row["harness_exit_code"]
+        polar = row["polar"]
         policy = TrajectoryConfig(**polar["trajectory"])
         log = _whole(sessions, str(polar["session_id"]), row["num_model_calls"])
-        result = RolloutResult(
-            task_id=polar["task_id"],
-            harness=polar["harness"],
-            outcome=outcome,
-            detail="" if outcome is not Outcome(polar["outcome"]) else polar["detail"],
-            verdict=verdict,
-            decision=decision,
-            trajectory=build(log.ledger, policy),
-            ledger=log.ledger,
-            patch=base64.b64decode(polar["patch"]),
-            exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
-            seconds={phase: row[f"seconds_{phase}"] for phase in rows.PHASES},
-        )
+        detail = "" if outcome is not Outcome(polar["outcome"]) else polar["detail"]
+        trajectory = build(log.ledger, policy)
+        result = rows.result_of(row, outcome, detail, verdict, decision, log.ledger, trajectory)
         made = rows.row(
             result,
             row["responses_create_params"],

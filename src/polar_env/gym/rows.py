@@ -22,9 +22,12 @@ from polar_env.types import (
     CallKind,
     CallRecord,
     Chain,
+    HarnessExit,
     Hole,
     Outcome,
+    RewardDecision,
     RolloutResult,
+    SealedLedger,
     Trajectory,
 )
 from polar_env.verdict import Verdict, VerdictStatus
@@ -131,6 +134,35 @@ def plain(value: Any) -> Any:
             return [plain(inner) for inner in cast("list[Any]", value)]
         case _:
             return value
+
+
+def result_of(
+    row: Mapping[str, Any],
+    outcome: Outcome,
+    detail: str,
+    verdict: Verdict | None,
+    decision: RewardDecision,
+    ledger: SealedLedger,
+    trajectory: Trajectory,
+) -> RolloutResult:
+    """The rollout of a row, as far as its session's log and the row tell: what the harness printed is in neither.
+
+    Raises KeyError, TypeError or ValueError: the row is not as ``row`` writes them.
+    """
+    polar, code = row["polar"], row["harness_exit_code"]
+    return RolloutResult(
+        task_id=polar["task_id"],
+        harness=polar["harness"],
+        outcome=outcome,
+        detail=detail,
+        verdict=verdict,
+        decision=decision,
+        trajectory=trajectory,
+        ledger=ledger,
+        patch=base64.b64decode(polar["patch"]),
+        exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
+        seconds={phase: row[f"seconds_{phase}"] for phase in PHASES},
+    )
 
 
 def _delivery(result: RolloutResult, max_tokens: int | None) -> Delivery:

@@ -182,3 +182,12 @@ def _build_tools(requirements: Sequence[str]) -> list[str]:
 
 def _project(pin: str) -> str:
     return pin.partition("==")[0].strip().lower()
+
+
+def is_prepared(place: Path) -> bool:
+    """True when a prepared task is at ``place`` and the interpreter its environment points at still is. Blocks."""
+    try:
+        facts = json.loads((place / "prepared.json").read_text("utf-8"))
+        return all(Path(host).is_dir() for host, _ in facts["mounts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -21,7 +21,7 @@ from typing import Any
 from polar_env.config import SandboxConfig, child_environment
 from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.tasks import Prepared, Task
-from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python
+from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python, is_prepared
 from polar_env.tasks.harbor import folder_of, settings_of
 from polar_env.tasks.once import make_once
 from polar_env.tasks.process import run
@@ -146,7 +146,7 @@ async def _local(task: Task, store: Path) -> Prepared:
     recipe = {"format": FORMAT, "source": dict(task.source), "digest": task.row["base_commit"]}
     name = re.sub(r"[^A-Za-z0-9._-]", "_", task.task_id)
     place = store / "tasks" / f"{name}-{task.row['base_commit'][:12]}-{_digest(recipe)}"
-    await make_once(place, _whole, partial(_fill, task, layout, workdir, store))
+    await make_once(place, is_prepared, partial(_fill, task, layout, workdir, store))
     facts: dict[str, Any] = json.loads(await asyncio.to_thread((place / "prepared.json").read_text, "utf-8"))
     mounts = tuple((Path(host), inside) for host, inside in facts["mounts"])
     made = _prepared(task, workdir)
@@ -188,14 +188,6 @@ async def _fill(task: Task, layout: Layout, workdir: str, store: Path, work: Pat
         await copy_environment(Pins(tuple(wanted), str(source.get("pip", ""))), python, store, work / "env")
         facts = {"python": python.version, "mounts": [[str(host), inside] for host, inside in python.mounts]}
     await asyncio.to_thread((work / "prepared.json").write_text, json.dumps(facts), "utf-8")
-
-
-def _whole(place: Path) -> bool:
-    try:
-        facts = json.loads((place / "prepared.json").read_text("utf-8"))
-        return all(Path(host).is_dir() for host, _ in facts["mounts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def lay_out(layout: Layout, context: Path, workdir: str, repo: Path) -> None:

@@ -20,7 +20,7 @@ from polar_env.errors import ConfigError, SandboxError, boundary
 from polar_env.tasks import ENV_PREFIX, Prepared, Task, harbor, harbor_prepare
 from polar_env.tasks.conda import environment_of, install_line
 from polar_env.tasks.embedded_rows import tree_digest
-from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python, install_project
+from polar_env.tasks.environment import ENV_VARS, Pins, copy_environment, find_python, install_project, is_prepared
 from polar_env.tasks.once import make_once
 from polar_env.tasks.sources import git, make_repository
 
@@ -47,7 +47,7 @@ async def prepare(task: Task, store: Path, *, sandbox: SandboxConfig) -> Prepare
     recipe = await asyncio.to_thread(_recipe, task)
     store = _absolute(store)
     place = store / "tasks" / f"{_safe(task.task_id)}-{_digest(recipe)}"
-    await make_once(place, _whole, partial(_build, recipe, store))
+    await make_once(place, is_prepared, partial(_build, recipe, store))
     return await asyncio.to_thread(_read, task, place)
 
 
@@ -153,15 +153,6 @@ def eval_rewrites(task: Task, head: str) -> tuple[tuple[str, str], ...]:
         ("conda activate testbed", ":"),
         *((old, new) for old, new in recipe),
     )
-
-
-def _whole(place: Path) -> bool:
-    """True when the task is there and the interpreter its environment points at still is."""
-    try:
-        facts = json.loads((place / "prepared.json").read_text("utf-8"))
-        return all(Path(host).is_dir() for host, _ in facts["mounts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _digest(recipe: Mapping[str, Any]) -> str:
