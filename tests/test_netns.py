@@ -104,7 +104,7 @@ async def test_a_box_on_the_hosts_network_reaches_it_and_has_no_listener(repo: P
 async def test_the_namespace_of_a_process_id_is_entered_too(repo: Path) -> None:
     """What docker containers get: their first process's pid."""
     async with open_sandbox(box_of(repo), config()) as sandbox:
-        server = await asyncio.start_server(answer, sock=netns.listen_in(sandbox.pid, 8081))
+        server = await asyncio.start_server(answer, sock=netns.socket_in(sandbox.pid, netns.listening(8081)))
         async with server:
             assert (await connect(sandbox, "127.0.0.1", 8081)).startswith("pong ping")
 
@@ -113,12 +113,12 @@ def test_a_dead_process_has_no_network_to_listen_in() -> None:
     with subprocess.Popen(["true"]) as dead:
         pass
     with pytest.raises(SandboxError, match="needs root"):
-        netns.listen_in(dead.pid, 8080)
+        netns.socket_in(dead.pid, netns.listening(8080))
 
 
 def test_a_descriptor_that_is_no_namespace_is_an_error() -> None:
     with Path("/dev/null").open("rb") as file, pytest.raises(OSError, match="setns"):
-        netns.listen_at(file.fileno(), 8080)
+        netns.socket_at(file.fileno(), netns.listening(8080))
 
 
 _UNPRIVILEGED = """
@@ -128,6 +128,7 @@ from pathlib import Path
 from sandbox_helpers import box_of, config
 from test_netns import answer, connect
 from polar_env.errors import SandboxError
+from polar_env.sandbox import egress
 from polar_env.sandbox.sandbox import open_sandbox
 async def main():
     assert os.geteuid() != 0
@@ -141,6 +142,9 @@ async def main():
             except SandboxError as error:
                 print(error)
         print(await connect(sandbox, "10.255.255.1", 80))
+        with sandbox.watch() as watched:
+            print(await connect(sandbox, "192.0.2.1", 80))
+            print(egress.read(watched).tried)
         await sandbox.write("x", b"1")
         print((await sandbox.exec(["id", "-un"], timeout=10)).stdout.decode().strip())
 asyncio.run(main())
@@ -159,5 +163,7 @@ def test_without_any_privilege_a_helper_fetches_the_socket(repo: Path, tmp_path:
         f"cannot listen on port 8082 inside the sandbox: [Errno {errno.EADDRINUSE}] {os.strerror(errno.EADDRINUSE)} "
         "(while attempting to bind on address ('127.0.0.1', 8082))",
         "timed out",
+        "Connection refused",
+        "{'tcp 192.0.2.1:80': 1}",
         "agent",
     ]

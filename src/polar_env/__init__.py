@@ -100,7 +100,9 @@ NeMo Gym, and the command line goes through the same two.
         root.py              the root filesystem as bubblewrap arguments
         trees.py             host folders shown copy-on-write, and their removal
         spaces.py            its namespaces, held by descriptors: files outlive the agent
-        netns.py             the proxy's listener inside the sandbox's own network namespace
+        netns.py             sockets of ours inside the sandbox's own network namespace: the proxy's listener
+        egress.py            what a sandbox tried to reach besides its model. Pure but for the socket it reads
+        bpf.py               classic BPF programs with labels. Pure
         enter.py             the helper that joins a sandbox's namespaces
         process.py           runs that helper: bytes in, capped bytes out
         limits.py            how much of the machine it may use

@@ -28,6 +28,7 @@ def keep(directory: Path, result: RolloutResult, key: str = "") -> Path:
         "outcome": result.outcome.value,
         "detail": result.detail,
         "verdict": None if result.verdict is None else asdict(result.verdict),
+        "egress": None if result.egress is None else asdict(result.egress),
         "seconds": dict(result.seconds),
         "exit": None
         if ended is None

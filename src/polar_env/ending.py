@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from socket import socket
 from typing import cast
 
 from polar_env.errors import CaptureError, PolarError
@@ -13,7 +14,7 @@ from polar_env.harness import Harness
 from polar_env.proxy.session import Session
 from polar_env.sandbox.sandbox import Sandbox
 from polar_env.tasks import Prepared
-from polar_env.types import HarnessExit, Outcome, SealedLedger
+from polar_env.types import Egress, HarnessExit, Outcome, SealedLedger
 from polar_env.verdict import Verdict
 
 
@@ -29,6 +30,8 @@ class Ending:
     baseline: bytes | None = None
     error: PolarError | None = None
     verdict: Verdict | None = None
+    watched: socket | None = None
+    egress: Egress | None = None
     stale: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 

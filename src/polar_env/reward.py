@@ -73,6 +73,7 @@ FLAGS: Mapping[Flag, Worth] = {
     Flag.FORCED_PASS: "zero",
     Flag.UNSTABLE: "zero",
     Flag.UNPROVEN: "report",
+    Flag.EGRESS: "report",
 }
 """What each flag is worth unless ``reward.flags`` says otherwise. Reported are what honest work does too, and what was
 made harmless; none of 1,348 gold patches raises one that costs anything (test_patch.py)."""

@@ -28,13 +28,13 @@ from polar_env.named import make_engine, make_harness
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.reward import decide
-from polar_env.sandbox import Box
+from polar_env.sandbox import Box, egress
 from polar_env.sandbox.sandbox import Sandbox, end_agent, open_sandbox
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
 from polar_env.types import INFRASTRUCTURE, CallRecord, HarnessExit, Outcome, RolloutResult, Sampling, SealedLedger
-from polar_env.verdict import Verdict
+from polar_env.verdict import Flag, Verdict
 
 HELD_AT_MOST = 86_400.0
 """Seconds by which waiting for changes of weights may lengthen an agent's budget: the sandbox itself ends it then."""
@@ -90,6 +90,8 @@ async def _rollout(
     ungraded = failed or job.prepared is not None or isinstance(ending.error, StalePolicy)
     verdict = None if ungraded else ending.verdict or await _grade(ending, config)
     _judge_age(ending, sealed, proxy, config, failed)  # grading takes minutes: weights may have changed again
+    if verdict is not None and ending.egress is not None and ending.egress.packets:
+        verdict = verdict.flagged(Flag.EGRESS)
     late = ending.error  # also one that came with the grading
     outcome, detail = (ended, detail) if late is None else (late.outcome, str(late))
     decision = decide(outcome, verdict, sealed.complete, config.reward)
@@ -108,6 +110,7 @@ async def _rollout(
         ages={name: proxy.fence.versions.age(name) for name in _versions(sealed.records)},
         stale=ending.stale,
         ended=ended,
+        egress=ending.egress,
     )
     if outcome is not Outcome.COMPLETED:
         with suppress(CaptureError):  # a full disk must not cost the result as well
@@ -193,6 +196,8 @@ async def _start(
     if ending.prepared.by_snapshot:  # in the image: what it looks like now is what a patch is against
         ending.baseline = await patches.snapshot(sandbox, ending.prepared.workdir, ending.prepared.hide)
     await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT)))
+    if watched := sandbox.watch():
+        ending.watched = stack.enter_context(watched)
     return sandbox
 
 
@@ -278,6 +283,8 @@ async def _finalise(session: Session, sandbox: Sandbox, config: PolarConfig, end
     """Nothing may reach the policy after this (a colocated engine sleeps then): harness dead, session sealed."""
     async with spend(config.budget.finalise, SandboxError, "finalising the rollout"):
         await end_agent(sandbox)
+        if ending.watched is not None:
+            ending.egress = egress.read(ending.watched)
         await session.close()
         if ending.prepared is not None and (ending.prepared.repo is not None or ending.baseline is not None):
             ending.patch = await patches.extract(sandbox, ending.prepared, ending.baseline)

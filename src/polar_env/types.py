@@ -361,6 +361,19 @@ class HarnessExit:
 
 
 @dataclass(frozen=True, slots=True)
+class Egress:
+    """What a sandbox sent to others than its model, all of it refused. ``tried``: ``dns NAME``, ``tcp ADDRESS:PORT``,
+    ``udp …``, ``icmp ADDRESS`` -> packets, repetitions included; ``more``: packets beyond those that are listed."""
+
+    tried: Mapping[str, int]
+    more: int = 0
+
+    @property
+    def packets(self) -> int:
+        return sum(self.tried.values()) + self.more
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutResult:
     """One rollout, finished: what the gym door and the CLI turn into rows and tables."""
 
@@ -383,3 +396,5 @@ class RolloutResult:
     """Why it is older than ``engine.max_policy_age`` allows; empty when it is not."""
     ended: Outcome | None = None
     """How the agent ended, where ``outcome`` names a failure that came after it."""
+    egress: Egress | None = None
+    """``None``: its sandbox could not be watched."""

@@ -1,6 +1,6 @@
 """What a grading found: the verdict, and what it noticed on the way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 GRAIN = 256
@@ -53,6 +53,8 @@ class Flag(StrEnum):
     """The tests that passed did not pass again."""
     UNPROVEN = "unproven"
     """Resolved, but no test could be rewritten to prove that passing means anything."""
+    EGRESS = "egress"
+    """The agent's sandbox sent something to others than its model (``polar.egress``); it was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,6 @@ class Verdict:
     score: float | None = None
     """In [0, 1]: what a grader gave that knows more than yes and no. It is the reward of a patch that was graded
     (resolved or unresolved), rounded to ``GRAIN``; ``None``: the status alone decides."""
+
+    def flagged(self, flag: Flag) -> "Verdict":
+        return replace(self, flags=tuple(sorted({*self.flags, flag})))

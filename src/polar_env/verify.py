@@ -138,6 +138,8 @@ def _reward(row: Row) -> Iterator[str]:
     flags = verdict.flags if verdict else ()
     if row["resolved"] != (verdict is not None and verdict.status is VerdictStatus.RESOLVED):
         yield f"resolved is {row['resolved']}, polar.verdict.status is {verdict.status.value if verdict else None}"
+    if verdict and (Flag.EGRESS in flags) is not bool(row["egress_packets"]):
+        yield f"egress_packets is {row['egress_packets']}, polar.verdict.flags are {[flag.value for flag in flags]}"
     if given.masked and not row["mask_sample"]:
         yield f"mask_sample is False, and the rollout cannot train ({given.reason})"
     maskable = given.masked or flags or ENDINGS[outcome] is Ending.UNFINISHED

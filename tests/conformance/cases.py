@@ -1,8 +1,9 @@
 """The conformance table: what each real CLI is put through, and what has to come of it.
 
 ``kinds`` is a pattern over the recorded calls in order: A agent, S sub-agent, C compaction, s side. Every token that
-was sampled is in a chain or left out for a reason named here, and no name is looked up, in every cell. Prompts are
-spliced, so there is one chain where a CLI only appends to its history, in whatever spelling; the others are explained.
+was sampled is in a chain or left out for a reason named here, and nobody but the model is asked for, in every cell.
+Prompts are spliced, so there is one chain where a CLI only appends to its history, in whatever spelling; the others are
+explained.
 """
 
 import json

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from conformance.cases import CASES, CI, CLIS, Case, Expected, expected
-from conformance.dns import NameServer, names_asked_in
 from conformance.engine import FaultyEngine
 from harness_helpers import BROKEN, FIXED, STORE, Run, build, drive, repository
 from polar_env.config import EngineConfig, ProxyConfig, SandboxConfig, TrajectoryConfig
@@ -24,10 +23,10 @@ from polar_env.engine import scripts, tokenizer
 from polar_env.harness import Harness, Job, Launch
 from polar_env.proxy.server import ProxyServer
 from polar_env.proxy.session import Session
-from polar_env.sandbox import Box, Overlay
+from polar_env.sandbox import Box, Overlay, egress
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 from polar_env.trajectory import build as chains_of
-from polar_env.types import CallKind, ModelRequest
+from polar_env.types import CallKind, Egress, ModelRequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.conformance, pytest.mark.timeout(400)]
 
@@ -64,15 +63,17 @@ class Tweaked:
 
 @dataclass
 class Watch:
-    """The name server of a run's sandbox."""
+    """What a run's sandbox tried to reach besides its model, as every rollout is watched."""
 
-    asked: list[str] = field(default_factory=list[str])
+    seen: Egress | None = None
 
     @asynccontextmanager
-    async def __call__(self, sandbox: Sandbox) -> AsyncGenerator[NameServer]:
-        async with names_asked_in(sandbox) as server:
-            self.asked = server.asked
-            yield server
+    async def __call__(self, sandbox: Sandbox) -> AsyncGenerator[None]:
+        watched = sandbox.watch()
+        assert watched is not None
+        with watched:
+            yield
+            self.seen = egress.read(watched)
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Played:
 
     run: Run
     failed: int
-    asked: tuple[str, ...]
-    """Names that were looked up."""
+    egress: Egress | None
+    """Names that were looked up, and addresses that were tried."""
     requests: tuple[ModelRequest, ...]
 
 
@@ -101,7 +102,7 @@ async def play(cli: str, case: str, folder: Path) -> Played:
         job = {**played.job, **played.jobs.get(cli, {})}
         script = played.scripts.get(cli, played.script)
         run = await drive(tweaked, repo, proxy, script, seconds=300, beside=watch, **job)
-        return Played(run, proxy.session.usage.failed, tuple(watch.asked), tuple(engine.requests))
+        return Played(run, proxy.session.usage.failed, watch.seen, tuple(engine.requests))
 
 
 async def play_at_once(cells: list[tuple[str, str]], folder: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_real_cli_behaves(cli: str, case: str, cell: Played, record_property: 
     assert_recorded(cell.run, wanted)
     assert_accounted(cell.run, wanted)
     assert_seen(cell.requests, cell.run, played)
-    assert cell.asked == ()
+    assert cell.egress == Egress({})
 
 
 def kinds(run: Run) -> str:
@@ -212,11 +213,12 @@ def assert_seen(requests: tuple[ModelRequest, ...], run: Run, played: Case) -> N
 
 
 async def test_a_name_that_is_looked_up_in_the_sandbox_is_seen(tmp_path: Path) -> None:
-    """The other side of "no name was looked up"."""
+    """The other side of "nothing else was tried"."""
     watch = Watch()
     box = Box(workdir="/testbed", overlays=(Overlay(repository(tmp_path / "repo"), "/testbed"),))
     async with open_sandbox(box, SandboxConfig()) as sandbox, watch(sandbox):
         found = await sandbox.exec(["getent", "hosts", "telemetry.example.org"], timeout=20)
         local = await sandbox.exec(["getent", "hosts", "localhost"], timeout=20)
     assert (found.code, local.code) == (2, 0)
-    assert set(watch.asked) == {"telemetry.example.org"}
+    assert watch.seen is not None
+    assert set(watch.seen.tried) == {"dns telemetry.example.org"}

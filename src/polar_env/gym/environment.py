@@ -35,7 +35,7 @@ from polar_env.tasks import rows as task_rows
 from polar_env.tasks.prepare import prepare
 from polar_env.trajectory import build
 from polar_env.types import RolloutResult, Sampling, SealedLedger
-from polar_env.verdict import VerdictStatus
+from polar_env.verdict import Flag, VerdictStatus
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +200,8 @@ class PolarEnvironment:
             await self._task({**row, **polar}), self.config.store.cache.expanduser(), sandbox=self.config.sandbox
         )
         verdict = await grade(prepared, patch, sandbox=self.config.sandbox, timeout=self.config.budget.grade)
+        if row.get("egress_packets"):
+            verdict = verdict.flagged(Flag.EGRESS)
         # A row without token ids is masked for that alone, and its reward is what an evaluation and `polar export
         # --format sft` go by. Any other that was masked holds a placeholder token, which no verdict makes fit to train.
         text = bool(row.get("text_only"))

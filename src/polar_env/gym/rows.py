@@ -22,6 +22,7 @@ from polar_env.types import (
     CallKind,
     CallRecord,
     Chain,
+    Egress,
     HarnessExit,
     Hole,
     Outcome,
@@ -162,6 +163,7 @@ def result_of(
         patch=base64.b64decode(polar["patch"]),
         exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
         seconds={phase: row[f"seconds_{phase}"] for phase in PHASES},
+        egress=None if (tried := polar["egress"]) is None else Egress(**tried),
     )
 
 
@@ -265,6 +267,7 @@ def _metrics(result: RolloutResult, delivery: Delivery) -> dict[str, float]:
         "starts_with_task": float(_starts_with_task(result, delivery)),
         "resolved": float(verdict is not None and verdict.status is VerdictStatus.RESOLVED),
         "patch_bytes": float(len(result.patch)),
+        "egress_packets": float(result.egress.packets if result.egress else 0),
         "harness_exit_code": -1.0 if code is None else float(code),
         "agent_timed_out": float(result.outcome is Outcome.AGENT_TIMEOUT),
         "ended_early": float(result.outcome in ENDED_EARLY),
@@ -311,6 +314,7 @@ def _polar(result: RolloutResult, delivery: Delivery) -> dict[str, Any]:
         "masked_reason": clean(result.decision.reason or (delivery.failure_reason or "" if delivery.masked else "")),
         "verdict": None if result.verdict is None else told(result.verdict),
         "patch": base64.b64encode(result.patch).decode("ascii"),
+        "egress": None if result.egress is None else asdict(result.egress),
         "complete": result.ledger.complete,
         "delivered": result.trajectory.delivered,
         "left_out": dict(result.trajectory.left_out),

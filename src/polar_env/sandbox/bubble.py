@@ -159,15 +159,21 @@ class Bubble:
         await self._helper(self._spec("blackhole", self._spaces.routes(), networks=pairs))
 
     def listener(self, port: int) -> socket:
-        spaces = self._spaces
-        if spaces.net is None:
+        if self._spaces.net is None:
             raise SandboxError("a sandbox on the host's network has no loopback of its own to listen on")
+        return self._socket(self._spaces.net, netns.listening(port))
+
+    def watch(self) -> socket | None:
+        net = self._spaces.net
+        return None if net is None else self._socket(net, netns.watching())
+
+    def _socket(self, net: int, spec: dict[str, Any]) -> socket:
         try:
-            return netns.listen_at(spaces.net, port)
+            return netns.socket_at(net, spec)
         except PermissionError:
-            return _listen_by_helper(self._spec("listen", spaces.routes(), port=port))
+            return _socket_by_helper({**self._spec(spec["do"], self._spaces.routes()), **spec})
         except OSError as error:
-            raise SandboxError(f"cannot listen on port {port} inside the sandbox: {error.strerror}") from error
+            raise SandboxError(f"cannot {spec['doing']} inside the sandbox: {error.strerror}") from error
 
     def _signal(self) -> None:
         with suppress(ProcessLookupError):
@@ -207,7 +213,7 @@ class Bubble:
                 self.scratch = None
 
 
-def _listen_by_helper(spec: Mapping[str, Any]) -> socket:
+def _socket_by_helper(spec: Mapping[str, Any]) -> socket:
     """Without privilege: a helper joins the user namespace first, and passes the socket back."""
     ours, theirs = socketpair(AF_UNIX, SOCK_STREAM)
     status, writer = os.pipe()
@@ -220,6 +226,6 @@ def _listen_by_helper(spec: Mapping[str, Any]) -> socket:
             os.close(writer)
         told: dict[str, Any] = json.loads(answer.read() or b'{"error": "the helper died"}')
         if "error" in told:
-            raise SandboxError(f"cannot listen on port {spec['port']} inside the sandbox: {told['error']}")
+            raise SandboxError(f"cannot {spec['doing']} inside the sandbox: {told['error']}")
         _, fds, _, _ = recv_fds(ours, 16, 1)
         return socket(fileno=fds[0])

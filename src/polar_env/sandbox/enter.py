@@ -33,6 +33,12 @@ _ROOT, _SIZED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2 | 0x4), ctypes.c_ulong(
 """A read-only bind of a mount without devices, and new options for a whole filesystem."""
 _CLONE_NEWNS = 0x00020000
 _SIOCADDRT, _RTF_UP = 0x890B, 1  # linux/sockios.h, linux/route.h
+_RTM_NEWROUTE, _NLM_CREATE = 24, 0x1 | 0x4 | 0x200 | 0x400
+"""NLM_F_REQUEST | NLM_F_ACK | NLM_F_EXCL | NLM_F_CREATE (linux/netlink.h)."""
+_RT_TABLE_MAIN, _RTPROT_STATIC, _RT_SCOPE_HOST, _RTN_LOCAL, _RTA_OIF, _RTA_PREFSRC = 254, 4, 254, 2, 4, 7
+_ETH_P_ALL, _SO_ATTACH_FILTER = 3, 26
+_HELD = 1 << 20
+"""Bytes of kernel memory for what was tried and not yet read: some 500 packets where the system allows 416 KiB."""
 _OOM_SCORE = b"500"
 """When the machine runs out of memory the kernel takes an agent's process before a trainer's."""
 MARK = 10
@@ -175,11 +181,53 @@ def _end(pid: int) -> None:
     os.close(fd)
 
 
-def listen(spec: dict[str, Any]) -> int:
-    """Make a listening socket in the network namespace and hand it over the socket on ``channel``."""
-    with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as server:
-        channel = socket.socket(fileno=os.dup(spec["channel"]))
-        socket.send_fds(channel, [b"socket"], [server.fileno()])
+def listener(spec: dict[str, Any]) -> socket.socket:
+    """A TCP socket listening on 127.0.0.1 of this network namespace."""
+    return socket.create_server(("127.0.0.1", spec["port"]), backlog=128)
+
+
+def watch(spec: dict[str, Any]) -> socket.socket:
+    """Let the kernel refuse every address but the loopback's own, at once and on the loopback interface, and hold there
+    what is sent to one: a packet socket of what ``filter`` (a BPF program, hex) lets through.
+
+    Without a route nothing is ever sent, so that nobody could tell what was tried.
+    """
+    _answer_for_all(socket.AF_INET, "127.0.0.1")
+    try:  # noqa: SIM105 - contextlib is not imported yet, and this has to start quickly
+        _answer_for_all(socket.AF_INET6, "::1")
+    except OSError:
+        pass  # without IPv6 there is nothing to refuse
+    code = bytes.fromhex(spec["filter"])
+    held = ctypes.create_string_buffer(code, len(code))
+    fprog = struct.pack("@HP", len(code) // 8, ctypes.addressof(held))
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HELD)
+    made.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+    made.bind(("lo", _ETH_P_ALL))
+    return made
+
+
+def _answer_for_all(family: int, source: str) -> None:
+    """Make every address of a family this namespace's own, where no more special route says otherwise: ``ip route add
+    local default dev lo src SOURCE table main``. With another source the refusals would look like attempts."""
+    near = _RT_SCOPE_HOST if family == socket.AF_INET else 0
+    body = struct.pack("=BBBBBBBBL", family, 0, 0, 0, _RT_TABLE_MAIN, _RTPROT_STATIC, near, _RTN_LOCAL, 0)
+    address = socket.inet_pton(family, source)
+    body += struct.pack("=HHL", 8, _RTA_OIF, socket.if_nametoindex("lo"))
+    body += struct.pack("=HH", 4 + len(address), _RTA_PREFSRC) + address
+    head = struct.pack("=LHHLL", 16 + len(body), _RTM_NEWROUTE, _NLM_CREATE, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.send(head + body)
+        code = struct.unpack_from("=i", kernel.recv(4096), 16)[0]
+    if code:
+        raise OSError(-code, f"routing to lo: {os.strerror(-code)}")
+
+
+def hand_over(spec: dict[str, Any]) -> int:
+    """Make a socket in the network namespace and send it over the socket on ``channel``."""
+    with SOCKETS[spec["do"]](spec) as made:
+        socket.send_fds(socket.socket(fileno=os.dup(spec["channel"])), [b"socket"], [made.fileno()])
     return 0
 
 
@@ -209,7 +257,9 @@ def blackhole(spec: dict[str, Any]) -> int:
 
 
 _THINGS = {"exec": become, "write": write, "read": read, "kill": kill}
-_WITHOUT_FORK = {"listen": listen, "seal": seal, "blackhole": blackhole}
+SOCKETS = {"listen": listener, "watch": watch}
+"""What makes a socket: also called by a thread of ours that may enter the network namespace itself (``netns``)."""
+_WITHOUT_FORK = {**dict.fromkeys(SOCKETS, hand_over), "seal": seal, "blackhole": blackhole}
 """What needs no place in the pid namespace."""
 
 

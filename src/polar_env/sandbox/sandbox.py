@@ -69,6 +69,12 @@ class Sandbox(Protocol):
         """A TCP socket listening on 127.0.0.1:``port`` of the sandbox's own network, served from this process."""
         ...
 
+    def watch(self) -> socket | None:
+        """From now on what the sandbox's processes send to anyone but their own loopback is held in this socket, to be
+        read with ``egress.read``; it is refused as it was before. ``None`` where nobody can tell what was tried: on
+        the host's network, and with providers that have no way into a sandbox's network."""
+        ...
+
 
 @asynccontextmanager
 async def open_sandbox(box: Box, config: SandboxConfig) -> AsyncGenerator[Sandbox]:
@@ -300,7 +306,14 @@ class Foreign:
                 f"provider {self.provider.name!r} gives no way into the sandbox's network; use bubblewrap, or "
                 "docker on this machine"
             )
-        return netns.listen_in(docker_pid(str(self.handle.raw.name)), port)
+        return netns.socket_in(docker_pid(str(self.handle.raw.name)), netns.listening(port))
+
+    def watch(self) -> socket | None:
+        """Docker containers without a network of their own, as for ``listener``."""
+        if self.provider.name != "docker":
+            return None
+        pid, network = _first_process(str(self.handle.raw.name))
+        return netns.socket_in(pid, netns.watching()) if network == "none" else None
 
 
 def _own_space() -> tuple[str, str]:
@@ -334,8 +347,13 @@ def _docker(*words: str) -> str:
 
 def docker_pid(container: str) -> int:
     """Host pid of a container's first process. Raises SandboxError when docker does not know it."""
+    return _first_process(container)[0]
+
+
+def _first_process(container: str) -> tuple[int, str]:
+    """(host pid of a container's first process, its network mode). Raises as ``docker_pid``."""
     with boundary(SandboxError, f"asking docker for the process of {container}"):
-        pid = int(_docker("inspect", "-f", "{{.State.Pid}}", container))
-    if pid <= 0:
-        raise SandboxError(f"docker knows no running container {container}")
-    return pid
+        pid, network = _docker("inspect", "-f", "{{.State.Pid}} {{.HostConfig.NetworkMode}}", container).split()
+        if int(pid) > 0:
+            return int(pid), network
+    raise SandboxError(f"docker knows no running container {container}")

@@ -6,11 +6,10 @@ coding task needs. It is a second wall: namespaces and dropped capabilities are 
 
 import errno
 import platform
-import struct
 from collections.abc import Iterable
 
-_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-"""BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K (linux/bpf_common.h)."""
+from polar_env.sandbox import bpf
+
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # SECCOMP_RET_*
 _X32_BIT = 0x40000000  # x86-64 numbers with this bit are the x32 ABI: a second name for every call
 
@@ -46,32 +45,29 @@ _NETLINK, _NETLINK_ROUTE = 16, 0
 _NUMBER, _ARCH, _FIRST, _THIRD = 0, 4, 16, 32
 """Offsets in struct seccomp_data: the call's number, its ABI, the low words of two arguments (little-endian)."""
 
-_Op = tuple[int, int, str, str]
-"""Code, value, and where to go if it holds and if not; an empty label is the next operation."""
 
-
-def _listing(arch: int, refused: Iterable[int], socket: int, prlimit: int) -> list[tuple[str, _Op]]:
+def _listing(arch: int, refused: Iterable[int], socket: int, prlimit: int) -> bpf.Listing:
     """(label, operation) of the whole program."""
-    equal = _JUMP_EQUAL
+    load, equal = bpf.LOAD_WORD, bpf.JUMP_EQUAL
     return [
-        ("", (_LOAD_WORD, _ARCH, "", "")),
+        ("", (load, _ARCH, "", "")),
         ("", (equal, arch, "", "kill")),
-        ("", (_LOAD_WORD, _NUMBER, "", "")),
-        ("", (_JUMP_AT_LEAST, _X32_BIT, "refuse", "")),
+        ("", (load, _NUMBER, "", "")),
+        ("", (bpf.JUMP_AT_LEAST, _X32_BIT, "refuse", "")),
         *(("", (equal, number, "refuse", "")) for number in sorted(refused)),
         ("", (equal, socket, "socket", "")),
         ("", (equal, prlimit, "prlimit", "allow")),
-        ("prlimit", (_LOAD_WORD, _FIRST, "", "")),  # of another process: limits are how its init could be ended
+        ("prlimit", (load, _FIRST, "", "")),  # of another process: limits are how its init could be ended
         ("", (equal, 0, "allow", "refuse")),
-        ("socket", (_LOAD_WORD, _FIRST, "", "")),
+        ("socket", (load, _FIRST, "", "")),
         *(("", (equal, family, "allow", "")) for family in _FAMILIES),
         ("", (equal, _NETLINK, "", "no family")),
-        ("", (_LOAD_WORD, _THIRD, "", "")),
+        ("", (load, _THIRD, "", "")),
         ("", (equal, _NETLINK_ROUTE, "allow", "no family")),
-        ("no family", (_RETURN, _ERRNO | errno.EAFNOSUPPORT, "", "")),
-        ("allow", (_RETURN, _ALLOW, "", "")),
-        ("refuse", (_RETURN, _ERRNO | errno.EPERM, "", "")),
-        ("kill", (_RETURN, _KILL, "", "")),
+        ("no family", (bpf.RETURN, _ERRNO | errno.EAFNOSUPPORT, "", "")),
+        ("allow", (bpf.RETURN, _ALLOW, "", "")),
+        ("refuse", (bpf.RETURN, _ERRNO | errno.EPERM, "", "")),
+        ("kill", (bpf.RETURN, _KILL, "", "")),
     ]
 
 
@@ -85,10 +81,4 @@ def program(machine: str | None = None) -> bytes:
     if table is None:
         return b""
     arch, socket, prlimit = table
-    listing = _listing(arch, REFUSED[machine or platform.machine()].values(), socket, prlimit)
-    places = {label: at for at, (label, _) in enumerate(listing) if label}
-    ops: list[bytes] = []
-    for at, (_, (code, value, yes, no)) in enumerate(listing):
-        jumps = [places[label] - at - 1 if label else 0 for label in (yes, no)]
-        ops.append(struct.pack("=HBBI", code, *jumps, value))
-    return b"".join(ops)
+    return bpf.assemble(_listing(arch, REFUSED[machine or platform.machine()].values(), socket, prlimit))
