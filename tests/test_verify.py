@@ -281,6 +281,11 @@ AGAINST_ITSELF: dict[str, tuple[Callable[[Row], Any], str]] = {
     "left out": (lambda r: r.update(num_left_out=0.0), "num_left_out is 0.0, and polar.left_out gives 1.0"),
     "holes": (lambda r: r.update(num_holes=1.0), "num_holes is 1.0, and polar.holes gives 0.0"),
     "patch": (lambda r: r["polar"].update(patch=""), "and polar.patch gives 0.0"),
+    "egress": (
+        lambda r: r["polar"].update(egress={"tried": {"dns pypi.org": 2}, "more": 0}),
+        "egress_packets is 0.0 in the row, 2.0 by the log",
+    ),
+    "egress unflagged": (lambda r: r.update(egress_packets=2.0), "egress_packets is 2.0, polar.verdict.flags are []"),
     "fraction": (lambda r: r.update(delivered_fraction=1.0), "delivered_fraction is 1.0 in the row, 0.8"),
     "sampled": (lambda r: r.update(sampled_tokens=5.0), "sampled_tokens is 5.0 in the row, 6.0 by the log"),
     "total": (lambda r: r.update(total_tokens=5.0), "total_tokens is 5.0 in the row, 10.0 by the log"),

@@ -21,7 +21,7 @@ from polar_env.gym.environment import PolarEnvironment
 from polar_env.reward import decide
 from polar_env.rollout import open_proxy, rollout
 from polar_env.types import HoleKind, Outcome, RolloutResult
-from polar_env.verdict import VerdictStatus
+from polar_env.verdict import Flag, VerdictStatus
 from rollout_helpers import (
     AGENT,
     below_us,
@@ -87,6 +87,32 @@ async def test_a_policy_that_does_not_fix_it_earns_a_zero_that_trains(tmp_path: 
     wanted = VerdictStatus.EMPTY_PATCH if script == "give_up" else VerdictStatus.UNRESOLVED
     assert result.verdict.status is wanted
     assert delivered(result)["mask_sample"] is False
+
+
+TRIES = """
+import socket
+for where in (("192.0.2.1", 443), ("pypi.org", 443)):
+    try: socket.create_connection(where, timeout=9)
+    except OSError: pass
+"""
+
+
+async def test_what_an_agent_tries_to_reach_is_on_its_row_and_costs_what_the_configuration_says(tmp_path: Path):
+    honest = await settings(tmp_path, harness={"command": python(TRIES + AGENT)})
+    result = await roll(honest)
+    row = delivered(result)
+    tried = row["polar"]["egress"]["tried"]
+    assert set(tried) == {"tcp 192.0.2.1:443", "dns pypi.org"}
+    assert row["egress_packets"] == sum(tried.values())
+    assert list(row["polar"]["verdict"]["flags"]) == ["egress"]
+    assert (row["reward"], row["mask_sample"]) == (1.0, False), "reported, unless told otherwise"
+    strict = honest.model_copy(update={"reward": RewardConfig(flags={Flag.EGRESS: "zero"})})
+    async with PolarEnvironment(strict).opened() as environment:
+        again = await environment.regrade(row)
+    assert (again["reward"], again["mask_sample"]) == (0.0, False)
+    assert list(again["polar"]["verdict"]["flags"]) == ["egress"]
+    quiet = delivered(await roll(await settings(tmp_path)))
+    assert (quiet["polar"]["egress"], quiet["egress_packets"]) == ({"tried": {}, "more": 0}, 0.0)
 
 
 async def test_a_patch_that_does_not_apply_is_a_zero_that_trains_when_it_is_graded_again(tmp_path: Path):

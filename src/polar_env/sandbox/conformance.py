@@ -9,13 +9,13 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from polar_env.config import SandboxConfig
 from polar_env.errors import SandboxError
-from polar_env.sandbox import Box, ExecResult
+from polar_env.sandbox import Box, ExecResult, egress
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 
 Opener = Callable[..., AbstractAsyncContextManager[Sandbox]]
@@ -148,9 +148,9 @@ def _on_host(marker: str) -> list[str]:
 
 
 async def network(opened: Opener) -> None:
-    """The listener is reached; this machine's own ports and the world are not."""
+    """The listener is reached; this machine's own ports and the world are not, and trying is seen where it can be."""
     async with opened() as sandbox:
-        with socket.create_server(("127.0.0.1", 0)) as ours:
+        with socket.create_server(("127.0.0.1", 0)) as ours, sandbox.watch() or nullcontext() as watched:
             server = await asyncio.start_server(_pong, sock=sandbox.listener(8123))
             async with server:
                 _same("the listener", (await _sh(sandbox, _connect("127.0.0.1", 8123))).stdout, b"pong\n")
@@ -158,6 +158,8 @@ async def network(opened: Opener) -> None:
                 reached = await _sh(sandbox, _connect(host, port), timeout=5.0)
                 if reached.code == 0 or reached.timed_out:
                     raise AssertionError(f"connecting to {host} was not refused at once")
+            if watched is not None:
+                _same("what was tried", dict(egress.read(watched).tried), {"tcp 192.0.2.1:80": 1})
 
 
 def _connect(host: str, port: int) -> str:
