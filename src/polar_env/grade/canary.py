@@ -11,7 +11,6 @@ it saw before or by chance all show. One that knows the hidden tests by heart is
 """
 
 import ast
-import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 
 from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
-from polar_env.grade.report import UnreadableError
+from polar_env.grade.report import UnreadableError, apart
 from polar_env.grade.right import FAILS, PASSES, Right, read, remembered, status
 from polar_env.grade.trial import Course, Trial, run
 from polar_env.verdict import Flag
@@ -169,7 +168,7 @@ async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
         renamed = dict.fromkeys(random.sample(others, min(_RENAMED, len(others))), _WORDS[0]) if turn < 2 else {}
         tried = {where: edit for where, edit in tried.items() if where not in renamed}
         probe = _rewritten(tests, files, spots, tried, renamed)
-        told = await asyncio.to_thread(read, row, await run(course, patch, probe.tests))
+        told = await apart(read, row, await run(course, patch, probe.tests))
         held = _learn(held, spots, tried, renamed, told)
         good = [m for m in held.mutants if set(m.ids) & set(wanted)]
         kinds = {where: {m.edit.kind for m in good if (m.path, m.place) == where} for where in needed}
@@ -313,7 +312,7 @@ async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: 
         problem: Problem | None = None
         for _ in range(2):
             trial = await run(course, patch, step.tests)
-            told = await asyncio.to_thread(_told, row, trial)
+            told = await apart(_told, row, trial)
             problem = judge(step, trial, partial(status, told), others)
             if problem is None or problem.forced:
                 break

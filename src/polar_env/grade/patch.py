@@ -90,32 +90,52 @@ tar -C "$GIT_DIR" -xf -
 not_more() {
     [ "$1" -le "$2" ] || { echo "over $2 $3" >&2; exit 8; }
 }
-own() { find . -path ./.git -prune -o "$@"; }
+own() { find . -maxdepth 200 -path ./.git -prune -o "$@"; }
+count() { awk 'END {print NR}'; }
+sum() { awk '{n += $1} END {print int(n / '"$1"') + 0}'; }
 closed=$(own -type d ! -perm -700 -exec chmod u+rwx {} \; -printf x | head -c 1001 | wc -c)
 not_more "$closed" 1000 'closed directories'
 not_more "$(own -printf x | head -c 100001 | wc -c)" 100000 'files'
-find . -mindepth 2 -name .git -prune -exec rm -rf {} + || :
+not_more "$(own -printf '%d\n' | awk '$1 > most {most = $1} END {print most + 0}')" 199 'folders deep'
+own -name .git -prune -exec rm -rf {} + || :
 own -type f ! -perm -400 -exec chmod u+r {} + || :
+not_more "$(own -name .gitattributes ! -type f -printf x | wc -c)" 0 '.gitattributes that are no files'
 base=$(cat "$GIT_DIR/polar-baseline") || exit 9
-mib() { awk '{s += $1} END {print int(s / 1048576)}'; }
-sizes() { own \( -name node_modules -o -name .venv \) -prune -o -type f ! -name '*.so' ! -name '*.o' -printf '%s\n'; }
-theirs=$(git ls-tree -r -l "$base" | awk '$5 !~ /(^|\/)(node_modules|\.venv)\// {print $4}' | mib) || exit 9
-not_more "$(sizes | mib)" $((theirs + 256)) MiB
+theirs=$(git ls-tree -r -l "$base") || exit 9
+sized() { printf '%s\n' "$theirs" | awk -v name="$1" -F '\t' '($2 ~ name) == '"$2"' {split($1, word, " "); print word[4]}'; }
+rules=$(own -name .gitattributes -printf '%s\n' | sum 1)
+not_more "$rules" $(($(sized '(^|/)[.]gitattributes"?$' 1 | sum 1) + 4096)) 'bytes of .gitattributes'
+sizes() {
+    own \( -name node_modules -o -name .venv \) -prune -o \( -type f -o -type l \) \
+        ! -name '*.so' ! -name '*.o' -printf '%s\n'
+}
+measured=$(sizes)
+known=$(sized '(^|/)(node_modules|[.]venv)/' 0)
+not_more "$(printf '%s\n' "$measured" | count)" $(($(printf '%s\n' "$known" | count) + 20000)) 'files'
+not_more "$(printf '%s\n' "$measured" | sum 1048576)" $(($(printf '%s\n' "$known" | sum 1048576) + 256)) MiB
 for name in build dist; do
     git cat-file -e "$base:$name" 2>/dev/null || set -- "$@" ":(exclude,top)$name"
 done
 git add -A --force -- . "$@"
 tree=$(git write-tree)
-exec git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-renames --no-color \
-    --no-indent-heuristic --src-prefix=a/ --dst-prefix=b/ "$base" "$tree"
+diff() {
+    git diff-tree -p -r --binary --full-index --no-ext-diff --no-textconv --no-renames --no-color \
+        --no-indent-heuristic --src-prefix=a/ --dst-prefix=b/ "$base" "$tree" || echo $? > "$GIT_DIR/polar-code"
+}
+diff | head -c "$POLAR_MOST"
+[ ! -e "$GIT_DIR/polar-code" ] || [ "$(cat "$GIT_DIR/polar-code")" = 141 ]
 """
 """Reads the baseline's tar from standard input; its arguments are the paths to leave out; prints the patch.
 
-What the agent left is measured first: a sparse file of 200 GB or a million directories would use up the time of this
-script, which masks, and an agent must not be able to mask its failures (a busy machine reads 256 MiB of noise
-in a minute). The largest repository of SWE-bench has 20,000 files of 300 MB."""
+What the agent left is measured first: a sparse file of 200 GB, a million directories, a FIFO where git looks for
+attributes would use up the time of this script, which masks, and an agent must not be able to mask its failures (a busy
+machine reads 256 MiB of noise in 20,000 files in a minute). Its .git, which git add passes by, is not walked through.
+The largest repository of SWE-bench has 20,000 files of 300 MB. A patch is cut (SIGPIPE: 141) long after it is too large
+to be graded."""
 _OURS = 9
 """Exit code of that script when the baseline, which is ours, is broken; everything else is the tree the agent left."""
+_MOST = 2 * MAX_BYTES
+"""Bytes of a patch that are read: none this long is graded."""
 _LEFT_OUT = tuple(f":(exclude,glob)**/{name}{below}" for name in _JUNK for below in ("", "/**"))
 
 
@@ -168,8 +188,9 @@ async def extract(sandbox: Sandbox, prepared: Prepared, baseline: bytes | None =
         if prepared.repo is None:
             raise SandboxError("the repository is in the image: take grade.patch.snapshot() before the agent starts")
         baseline = await asyncio.to_thread(_baseline_of, prepared.repo)
-    at = prepared.workdir
-    return (await _run(sandbox, _EXTRACT, *_LEFT_OUT, stdin=baseline, at=at, limit=8 * MAX_BYTES)).stdout
+    at, most = prepared.workdir, {"POLAR_MOST": str(_MOST)}
+    done = await _run(sandbox, _EXTRACT, *_LEFT_OUT, stdin=baseline, at=at, env=most, limit=2 * _MOST)
+    return done.stdout
 
 
 async def _run(

@@ -90,13 +90,14 @@ class _Cases:
         """There is nothing to give: ``found`` is what was read."""
 
 
-_DEEPEST = 50
-"""Folders above a test file, at most."""
+_DEEPEST, _LONGEST = 50, 1000
+"""Folders above a test file, and characters of a class with its module, at most: more names take a patch's printing
+many times over."""
 
 
 def _names(where: str, test: str) -> Iterator[str]:
     yield f"{where}::{test}"
-    folders = where.split(".")
+    folders = where.split(".") if len(where) <= _LONGEST else []
     for depth in range(1, min(len(folders), _DEEPEST) + 1):
         yield "::".join(["/".join(folders[:depth]) + ".py", *folders[depth:], test])
 

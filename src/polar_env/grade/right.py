@@ -135,8 +135,8 @@ async def _measure(course: Course, tests: Hidden) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for _ in range(2):
         trial = await run(course, patch, tests)
-        statuses = await asyncio.to_thread(read, row, trial)
-        resolved = await asyncio.to_thread(_resolves, row, trial) if patch else False
+        statuses = await official.apart(read, row, trial)
+        resolved = await official.apart(_resolves, row, trial) if patch else False
         detail = "" if resolved else _why(trial) if patch else _unsound(row, trial, statuses)
         told = {
             "seconds": trial.seconds,

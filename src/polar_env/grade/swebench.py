@@ -5,7 +5,6 @@ its output captured outside, and a patch that is resolved proves it (``canary``)
 SWE-bench's own parsers and rules say.
 """
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Mapping
@@ -94,7 +93,7 @@ async def prewarm(prepared: Prepared, *, sandbox: SandboxConfig) -> None:
 async def _course(prepared: Prepared, sandbox: SandboxConfig, timeout: float) -> Course:  # noqa: ASYNC109
     """What is run: the row's script, pointed at this environment."""
     row = prepared.task.row
-    script = "" if "polar_phases" in row else await asyncio.to_thread(official.eval_script, row)
+    script = "" if "polar_phases" in row else await official.apart(official.eval_script, row)
     split = of_row(row)
     for old, new in ((str(row["base_commit"]), prepared.base_commit), *prepared.eval_rewrites):
         script = script.replace(old, new)
@@ -122,7 +121,7 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
             "that a run was cut says nothing of the patch; raise budget.grade"
         )
     try:
-        found = await asyncio.to_thread(_decide, course, kept.patch, trial)
+        found = await official.apart(_decide, course, kept.patch, trial)
     except official.UnreadableError as error:
         found = _Found(VerdictStatus.UNRESOLVED, f"the row's parser read the log it was measured on, not this: {error}")
     found = _noticed(found, trial, known, course)
