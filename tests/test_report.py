@@ -67,7 +67,9 @@ def test_a_worker_that_computes_for_ever_is_ended_by_its_processor_time_and_the_
 
 def test_each_request_has_processor_time_of_its_own() -> None:
     """What earlier ones used is not held against the next: it would end a process in the midst of an honest log."""
-    spin = "    end = time.process_time() + 0.6\n    while time.process_time() < end: pass\n    print('{}', flush=True)\n"
+    spin = (
+        "    end = time.process_time() + 0.6\n    while time.process_time() < end: pass\n    print('{}', flush=True)\n"
+    )
     worker = Worker(process(READS + spin))
     for _ in range(3):
         assert worker.ask({}, processor=1.0) == {}
