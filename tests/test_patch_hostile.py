@@ -1,17 +1,30 @@
 """Trees made to break the extraction of a patch: each is the agent's own failure, never a mask."""
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
 from polar_env.config import SandboxConfig
+from polar_env.grade import patch as patches
 from polar_env.grade.patch import UnreadableChangeError, extract
+from polar_env.grade.review import review
 from polar_env.grade.swebench import box_of
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox
 from polar_env.tasks import Prepared
 from sandbox_helpers import config, git_repo, prepared_of
 
 EDIT = "echo fixed > code.py"
+_LINKS = """
+import os
+for number in range(20002):
+    os.symlink("x", str(number))
+"""
+_DEEP = """
+import os
+for _ in range(20000):
+    os.mkdir("d"); os.chdir("d")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +53,17 @@ async def after(sandbox: Sandbox, prepared: Prepared, script: str) -> bytes:
         pytest.param("head -c 260M /dev/urandom > noise", "256 MiB", id="noise"),
         pytest.param("mkdir m; cd m; seq 100001 | xargs touch", "100000 files", id="files"),
         pytest.param("seq 1001 | xargs mkdir -m 0", "1000 closed directories", id="closed directories"),
+        pytest.param("mkdir m; cd m; seq 20002 | xargs -n 1000 touch", "over 20001 files", id="many more than before"),
+        pytest.param(f"python3 -c '{_LINKS}'", "over 20001 files", id="links"),
+        pytest.param(f"python3 -c '{_DEEP}'", "199 folders deep", id="deep"),
+        pytest.param("mkfifo .gitattributes", "no files", id="a FIFO where git looks for attributes"),
+        pytest.param("mkdir s; mkfifo s/.gitattributes", "no files", id="a FIFO there, below"),
+        pytest.param("mkfifo ~/f; ln -s ~/f .gitattributes", "no files", id="a link to one"),
+        pytest.param(
+            "seq 1000 | sed 's/$/ a/' > .gitattributes; cp -r .gitattributes s",
+            "4096 bytes of .gitattributes",
+            id="rules without end",
+        ),
     ],
 )
 async def test_a_tree_made_to_outlast_the_extraction_is_the_agents_doing(
@@ -48,6 +72,28 @@ async def test_a_tree_made_to_outlast_the_extraction_is_the_agents_doing(
     """Reading it would use up our time, which masks: no agent may choose that for its failures."""
     with pytest.raises(UnreadableChangeError, match=word):
         await after(sandbox, prepared, script)
+
+
+async def test_the_agents_git_directory_is_not_walked_through(sandbox: Sandbox, prepared: Prepared) -> None:
+    """It is the agent's to fill: a million directories in there would use up our time."""
+    assert b"+fixed" in await after(sandbox, prepared, f"{EDIT}; mkdir -p .git/m/.git n/.git")
+    left = await sandbox.exec(["ls", "-d", ".git/m/.git", "n/.git"], timeout=10)
+    assert left.stdout == b".git/m/.git\n", "one elsewhere is a repository whose files count"
+
+
+async def test_attributes_that_were_there_and_grew_a_little_are_read(tmp_path: Path) -> None:
+    rules = b"".join(b"*.x%d -diff\n" % number for number in range(2000))
+    had = prepared_of(git_repo(tmp_path / "repo", {"code.py": b"broken\n", "d e/.gitattributes": rules}, {}))
+    async with open_sandbox(box_of(had, config()), config()) as sandbox:
+        patch = await after(sandbox, had, f"{EDIT}; echo '*.y -diff' >> d*/.gitattributes; mkfifo .gitignore")
+    assert b"+fixed" in patch
+    assert b"+*.y -diff" in patch
+
+
+async def test_a_patch_too_long_to_be_graded_is_cut_where_it_says_so(sandbox: Sandbox, prepared: Prepared) -> None:
+    patch = await after(sandbox, prepared, f"{EDIT}; head -c 9M /dev/urandom > noise; seq 900000 > text")
+    assert len(patch) == patches._MOST
+    assert review(patch) is not None
 
 
 async def test_what_the_agent_left_where_we_work_and_a_full_tmp_change_nothing(prepared: Prepared) -> None:

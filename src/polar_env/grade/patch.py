@@ -102,7 +102,9 @@ own -type f ! -perm -400 -exec chmod u+r {} + || :
 not_more "$(own -name .gitattributes ! -type f -printf x | wc -c)" 0 '.gitattributes that are no files'
 base=$(cat "$GIT_DIR/polar-baseline") || exit 9
 theirs=$(git ls-tree -r -l "$base") || exit 9
-sized() { printf '%s\n' "$theirs" | awk -v name="$1" -F '\t' '($2 ~ name) == '"$2"' {split($1, word, " "); print word[4]}'; }
+sized() {
+    printf '%s\n' "$theirs" | awk -v name="$1" -F '\t' '($2 ~ name) == '"$2"' {split($1, word, " "); print word[4]}'
+}
 rules=$(own -name .gitattributes -printf '%s\n' | sum 1)
 not_more "$rules" $(($(sized '(^|/)[.]gitattributes"?$' 1 | sum 1) + 4096)) 'bytes of .gitattributes'
 sizes() {
