@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_env.grade.canary import Bank, Canary, Mutant, judge, located, plan, renamed_id, sources
+from polar_env.grade.canary import Bank, Canary, Mutant, located, plan, renamed_id, sources
 from polar_env.grade.hidden import Hidden
 from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
+from polar_env.grade.prove import judge
 from polar_env.grade.right import status
 from polar_env.grade.trial import Trial
 from polar_env.tasks import Prepared

@@ -138,7 +138,8 @@ NeMo Gym, and the command line goes through the same two.
         trial.py             one run of a patch against test files, in a sandbox of its own
         right.py             what the row's own fix does here, measured once
         mutants.py           rewritings of a test that a right program fails. Pure
-        canary.py            a resolved patch runs again, with tests that must fail among them
+        canary.py            test files of which some must fail, and what the right fix does with them
+        prove.py             a resolved patch runs again, with such tests; whose doing it is when it does not end
         grading.py           who grades a task: one of ours by name, or module:Class
         prewarm.py           what a task's first grading would measure, measured while agents work
         swebench.py          a patch becomes a verdict

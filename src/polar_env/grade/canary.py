@@ -12,21 +12,20 @@ it saw before or by chance all show. One that knows the hidden tests by heart is
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.mutants import Edit, Kind, Place, Source, apply, certain, edits
-from polar_env.grade.report import UnreadableError, apart
-from polar_env.grade.right import FAILS, PASSES, Right, read, remembered, status
-from polar_env.grade.trial import Course, Trial, run
-from polar_env.verdict import Flag
+from polar_env.grade.report import apart
+from polar_env.grade.right import FAILS, Right, read, remembered, status
+from polar_env.grade.trial import Course, run
 
 _PYTEST = re.compile(r"^(?P<file>[^:]+\.py)::(?P<classes>(?:\w+::)*)(?P<name>\w+)(?P<rest>(?:\[.*)?)$", re.DOTALL)
-_UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<dotted>[\w.]+)\)$")
+UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<dotted>[\w.]+)\)$")
 _OTHERS, _RENAMED = 4, 3
 """How many further tests are rewritten, and how many renamed, in one run."""
 _WORDS = ("again", "basic", "default", "edge", "empty", "error", "extra", "multiple", "nested", "plain", "simple",
@@ -115,7 +114,7 @@ def _where(test: str, spots: Iterable[_Where], by_name: Mapping[str, Sequence[_W
         inside = match["classes"].split("::")
         where = (match["file"], Place(inside[-2] if len(inside) > 1 else "", match["name"]))
         return where if where in spots else None
-    if match := _UNITTEST.match(test):
+    if match := UNITTEST.match(test):
         dotted, _, cls = match["dotted"].removesuffix(f".{match['name']}").rpartition(".")
         named = (at for at in by_name.get(match["name"], ()) if at[1] == Place(cls, match["name"]))
         found = [at for at in named if dotted and f".{_module(at[0])}".endswith(f".{dotted}")]
@@ -132,7 +131,7 @@ def renamed_id(test: str, name: str, new: str) -> str | None:
     """The id of a test whose function gets another name, or ``None`` where the id does not show it."""
     if match := _PYTEST.match(test):
         return f"{test[: match.start('name')]}{new}{match['rest']}"
-    if match := _UNITTEST.match(test):
+    if match := UNITTEST.match(test):
         dotted = match["dotted"]
         return f"{new} ({dotted.removesuffix(name) + new if dotted.endswith(f'.{name}') else dotted})"
     return new if test == name else None
@@ -212,7 +211,7 @@ def _passed(ids: Sequence[str], name: str, word: str, told: Mapping[str, str]) -
     return all(new is not None and status(told, new) == "PASSED" for new in names)
 
 
-# --- proving ----------------------------------------------------------------------------------------------------
+# --- rewritten test files --------------------------------------------------------------------------------------
 
 
 def _rewritten(
@@ -292,76 +291,3 @@ def _with_others(
     mutants = {**more, **chosen}
     edited = {where: mutant.edit for where, mutant in mutants.items()}
     return _rewritten(tests, files, spots, edited, names, {where: m.ids for where, m in mutants.items()})
-
-
-async def prove(course: Course, patch: bytes, tests: Hidden, held: Bank, right: Right) -> tuple[Flag, str] | None:
-    """Run a resolved patch again, as it is and rewritten, in random order: what speaks against it, or ``None``.
-
-    A run is repeated once when something failed in it that must not: a test that fails now and then is not held against
-    anybody. A rewritten test that passes never is an accident.
-    """
-    row, random = course.prepared.task.row, SystemRandom()
-    canaries = plan(tests, held, row, random)
-    if not canaries:
-        return Flag.UNPROVEN, "no FAIL_TO_PASS test could be rewritten"
-    real = Canary(tests, must_pass=frozenset(_solid(listed(row, "FAIL_TO_PASS"), right)))
-    steps = [real, *canaries]
-    random.shuffle(steps)
-    others = frozenset(_solid(listed(row, "PASS_TO_PASS"), right))
-    for step in steps:
-        problem: Problem | None = None
-        for _ in range(2):
-            trial = await run(course, patch, step.tests)
-            told = await apart(_told, row, trial)
-            problem = judge(step, trial, partial(status, told), others)
-            if problem is None or problem.forced:
-                break
-        if problem is not None:
-            return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem.reason
-    return None
-
-
-def _told(row: Mapping[str, Any], trial: Trial) -> dict[str, str]:
-    """What a run says; nothing, when the parser that has read the first run's log cannot read this one. Blocks."""
-    try:
-        return read(row, trial)
-    except UnreadableError:
-        return {}
-
-
-def _solid(ids: Iterable[str], right: Right) -> Iterator[str]:
-    """Tests that plainly pass under the right fix."""
-    yield from (test for test in ids if status(right.statuses, test) == "PASSED")
-
-
-def _in_summary(test: str, told: Callable[[str], str | None]) -> str | None:
-    """unittest's line of a test is lost when the program prints into it; a failure is told again below, by name."""
-    match = _UNITTEST.match(test)
-    return told(match["name"]) if match else None
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What a run contradicts. ``forced``: a test passed that no program passes."""
-
-    reason: str
-    forced: bool = False
-
-
-def judge(step: Canary, trial: Trial, told: Callable[[str], str | None], others: frozenset[str]) -> Problem | None:
-    """What a run's results contradict. Pure."""
-    if trial.failed or trial.timed_out:
-        return Problem(trial.failed or "run again, the tests ran out of time")
-    for test in sorted(step.must_fail):
-        found = told(test) or _in_summary(test, told)
-        if found not in FAILS:
-            return Problem(f"{test} was rewritten to fail, and is {found or 'missing'}", found in PASSES)
-    for test in sorted(step.must_pass):
-        found = told(test)
-        if found != "PASSED":
-            return Problem(f"{test} must pass, and is {found or 'missing'}")
-    rest = others - step.changed
-    lost = [test for test in sorted(rest) if told(test) not in PASSES]
-    if len(lost) > len(rest) / 2:
-        return Problem(f"most tests that were left as they are no longer pass: {lost[0]}")
-    return None

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from polar_env.errors import GradeError, boundary
 from polar_env.grade import report as official
+from polar_env.grade import results
 from polar_env.grade.audit import Changes
 from polar_env.grade.hidden import Hidden, listed
 from polar_env.grade.trial import Course, Trial, run
@@ -137,7 +138,7 @@ async def _measure(course: Course, tests: Hidden) -> dict[str, Any]:
         trial = await run(course, patch, tests)
         statuses = await official.apart(read, row, trial)
         resolved = await official.apart(_resolves, row, trial) if patch else False
-        detail = "" if resolved else _why(trial) if patch else _unsound(row, trial, statuses)
+        detail = "" if resolved else unresolved(row, trial, statuses) if patch else _unsound(row, trial, statuses)
         told = {
             "seconds": trial.seconds,
             "statuses": statuses,
@@ -155,10 +156,39 @@ def _unsound(row: Mapping[str, Any], trial: Trial, statuses: Mapping[str, str]) 
     if not trial.ran or trial.timed_out or trial.code in (126, 127):  # the shell's codes for a command it cannot run
         return _why(trial)
     before = () if "polar_expected" in row else listed(row, "PASS_TO_PASS")
-    broken = [test for test in before if status(statuses, test) not in PASSES]
-    if not broken:
+    broken = _broken(before, statuses)
+    return f"of PASS_TO_PASS {broken}; {_why(trial)}" if broken else ""
+
+
+def unresolved(row: Mapping[str, Any], trial: Trial, statuses: Mapping[str, str]) -> str:
+    """Why a run is not resolved, with the first test to blame. Pure."""
+    wanted = [*listed(row, "FAIL_TO_PASS"), *listed(row, "PASS_TO_PASS")]
+    broken = _broken(wanted, statuses)
+    if "polar_expected" in row:
+        broken = _unlike(row["polar_expected"], results.r2e(trial.tests.decode("utf-8", "replace")))
+    return f"{broken}; {_why(trial)}" if broken and trial.ran and not trial.timed_out else _why(trial)
+
+
+def _broken(wanted: Sequence[str], statuses: Mapping[str, str]) -> str:
+    """How many tests do not pass, and the first of them; empty when all do."""
+    found = [(test, status(statuses, test)) for test in wanted]
+    broken = [(test, told) for test, told in found if told not in PASSES]
+    return f"{len(broken)} of {len(wanted)} do not pass, the first is {_named(*broken[0])}" if broken else ""
+
+
+def _unlike(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """The same, for a row that names the status of every test of the run."""
+    wanted = {results.plain(test): told for test, told in expected.items()}
+    odd = sorted(test for test in {*wanted, *found} if wanted.get(test) != found.get(test))
+    if not odd:
         return ""
-    return f"{len(broken)} of {len(before)} PASS_TO_PASS do not pass, the first is {broken[0]}; {_why(trial)}"
+    told = f"{_named(odd[0], found.get(odd[0]))} and should be {wanted.get(odd[0], 'missing')}"
+    return f"{len(odd)} are not as expected, the first is {told}"
+
+
+def _named(test: str, told: str | None) -> str:
+    """A test and its status, for a message: ids can hold a whole page in their parameters."""
+    return f"{test if len(test) <= 200 else test[:200] + '…'} ({told or 'missing'})"
 
 
 def _resolves(row: Mapping[str, Any], trial: Trial) -> bool:

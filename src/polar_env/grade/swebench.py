@@ -16,9 +16,10 @@ from polar_env.config import SandboxConfig
 from polar_env.errors import GradeError, SandboxError
 from polar_env.grade import report as official
 from polar_env.grade.audit import unlike
-from polar_env.grade.canary import bank, prove
+from polar_env.grade.canary import bank
 from polar_env.grade.hidden import Hidden, hidden, listed
 from polar_env.grade.phases import conflicting, of_row
+from polar_env.grade.prove import Pace, prove
 from polar_env.grade.review import Kept, keep, review, same_change
 from polar_env.grade.right import Right, right, written
 from polar_env.grade.trial import Course, Trial, box_of, run
@@ -114,6 +115,7 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
     tests = await _hidden(course)
     known = await right(course, tests)
     course = replace(course, timeout=min(timeout, known.patience))
+    started = time.monotonic()
     trial = await run(course, kept.patch, tests)
     if trial.timed_out and course.timeout < known.need:
         raise GradeError(
@@ -130,7 +132,8 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
         return found
     if course.phases is None:
         return replace(found, flags=found.flags | {Flag.UNPROVEN})
-    against = await prove(course, kept.patch, tests, await bank(course, tests, known), known)
+    pace = Pace(course, tests, known, timeout, started, [trial.seconds])
+    against = await prove(pace, kept.patch, await bank(course, tests, known))
     if against is None:
         return found
     flag, detail = against

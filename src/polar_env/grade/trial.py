@@ -4,6 +4,7 @@ Apply, install, look, place the tests, build, test: each a command of its own. T
 it (``canary``) are this same function with other test files, so nothing inside can tell them apart.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ from polar_env.tasks import ENV_PREFIX, Prepared
 LOG_LIMIT = 64 * 1024 * 1024
 """Bytes of test log that are kept."""
 PATCH_FILE = "/tmp/patch.diff"  # noqa: S108 - in the sandbox; the official harness uses the same place
+AROUND = 90.0
+"""Seconds for what is done around installing, building and testing: looking, and putting the tests in place. More is
+the patch's doing, which filled the sandbox. Less than ``budget.finalise``, so that it ends in a verdict."""
 _APPLY_TIMEOUT = 120.0
 _APPLY = ("git apply --verbose", "git apply --verbose --3way", "git apply --verbose --reject",
           "patch --batch --forward --fuzz=5 -p1 -i", "git apply --verbose -p0")  # fmt: skip
@@ -93,7 +97,11 @@ async def run(course: Course, patch: bytes, tests: Hidden) -> Trial:
         if patch and (failed := await apply_patch(fresh, patch)):
             return Trial(applied=False, failed=failed)
         started = time.monotonic()
-        made = await (_split(course, course.phases, fresh, tests) if course.phases else _whole(course, fresh))
+        try:
+            async with asyncio.timeout(course.timeout + AROUND):
+                made = await (_split(course, course.phases, fresh, tests) if course.phases else _whole(course, fresh))
+        except TimeoutError:
+            made = Trial(timed_out=True, failed=f"what it installed kept the grader busy for {AROUND:.0f} s")
         return replace(made, seconds=time.monotonic() - started)
 
 
