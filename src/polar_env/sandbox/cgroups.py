@@ -3,15 +3,22 @@
 Limits are asked for explicitly; a machine that cannot hold them raises SandboxError instead of running without.
 """
 
+import errno
 import os
+import signal
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from polar_env.errors import SandboxError
+from polar_env.sandbox import trees
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD = 100_000
 """Microseconds of one scheduling period (the kernel's default for cpu.cfs_period_us)."""
+PATIENCE = 10.0
+"""Seconds a group may take to be empty once its processes are killed: one that dies of gigabytes takes one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,47 @@ class Cgroups:
         return sum(int(count) for name, count in words if name == "oom_kill")
 
     def remove(self) -> None:
-        """Remove the groups; their processes must be dead."""
+        """Remove the groups. What still runs in them (the last of a command that was cancelled a moment ago) is killed.
+        Blocks, for ``PATIENCE`` at most; then raises OSError."""
         for folder in self.folders:
             if folder.is_dir():
-                folder.rmdir()
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            if not _end(folder):
+                time.sleep(0.01)  # the kernel tells nobody when a group has become free
+        else:
+            return
+
+
+def _end(folder: Path) -> bool:
+    """Kill a group's processes and wait for their deaths; whether there were any."""
+    pids, held = _members(folder), list[int]()
+    with ExitStack() as stack:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                held.append(os.pidfd_open(pid))
+                stack.callback(os.close, held[-1])
+                if pid in _members(folder):  # the number was not another's when it was opened
+                    signal.pidfd_send_signal(held[-1], signal.SIGKILL)
+        for pidfd in held:
+            trees.wait_pidfd(pidfd, 1.0)
+    return bool(pids)
+
+
+def _members(folder: Path) -> list[int]:
+    """0 stands for processes of a pid namespace that is not ours."""
+    return [int(word) for word in _text(folder / "cgroup.procs").split() if word != "0"]
 
 
 def _own(root: Path, controller: str, membership: str) -> tuple[Path, bool] | None:
