@@ -29,6 +29,18 @@ time.sleep(7200)
 """
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["the agent", "what a grading runs"])
+async def test_no_program_takes_off_what_ends_it(repo: Path, killed: bool) -> None:
+    """The signal of a parent's death can be taken off by who gets it. After ``kill`` nothing else held a command."""
+    marker = f"72{killed:d}1.25"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        if killed:
+            await sandbox.kill()
+        ran = await sandbox.exec([PYTHON, "-c", _OUTLIVES, marker], timeout=0.7)
+        assert ran.timed_out
+        assert await until_gone(marker)
+
+
 async def test_a_program_cut_off_in_the_middle_is_gone_when_its_sandbox_is_closed(repo: Path) -> None:
     async with open_sandbox(box_of(repo), config()) as sandbox:
         await sandbox.kill()
@@ -36,6 +48,17 @@ async def test_a_program_cut_off_in_the_middle_is_gone_when_its_sandbox_is_close
         await until_running("7203.25")
         late.cancel()
     assert not host_processes("7203.25") or await until_gone("7203.25", 1.0)
+
+
+async def test_a_command_after_a_kill_ends_as_a_shell_tells(repo: Path) -> None:
+    """It is no process 1, which would not even be hit by its own SIGTERM, and what it leaves behind ends with it."""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        await sandbox.kill()
+        assert (await sandbox.exec(["bash", "-c", "kill -TERM $$; sleep 9"], timeout=20)).code == 143
+        assert (
+            await sandbox.exec(["bash", "-c", "(sleep 1 & ) ; kill -INT 1; kill -9 1; exit 7"], timeout=20)
+        ).code == 7
+        assert (await sandbox.exec(["no-such-program"], timeout=20)).code == 127
 
 
 def test_a_group_is_removed_with_what_still_runs_in_it() -> None:
@@ -72,6 +95,69 @@ def test_a_group_that_stays_busy_is_an_error_in_the_end(monkeypatch: pytest.Monk
     assert not groups.folders[0].exists()
 
 
+def _null_mode() -> int:
+    return Path("/dev/null").stat().st_mode
+
+
+def _mend_null(mode: int) -> None:
+    Path("/dev/null").chmod(mode & 0o7777)
+
+
+def _oom_score(pid: int) -> str:
+    return Path(f"/proc/{pid}/oom_score_adj").read_text()
+
+
+_SEES = """
+import os
+os.fchmod(0, 0o600)
+"""
+
+
+async def test_the_hosts_null_device_is_not_given_to_a_command(repo: Path) -> None:
+    """As root its mode would be the agent's to change: on the host's own mount, through standard input."""
+    before = _null_mode()
+    try:
+        async with open_sandbox(box_of(repo), config()) as sandbox:
+            tried = await sandbox.exec([PYTHON, "-c", _SEES], timeout=10)
+            assert b"Read-only file system" in tried.stderr or b"not permitted" in tried.stderr
+            assert (await sandbox.exec(["bash", "-c", "cat; [ -c /dev/stdin ]"], timeout=10)).code == 0
+        assert _null_mode() == before
+    finally:
+        if _null_mode() != before:
+            _mend_null(before)
+
+
+async def test_the_agent_does_not_choose_who_dies_when_the_machine_runs_out_of_memory(repo: Path) -> None:
+    """Its init, first of all: the sandbox would be gone, and its rollout masked."""
+    tries = "for at in /proc/1 /proc/1/task/1; do echo 1000 > $at/oom_score_adj; done 2>&1; cat /proc/1/oom_score_adj"
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        told = (await sandbox.exec(["bash", "-c", tries], timeout=10)).stdout.decode()
+        own = _oom_score(sandbox.pid)
+    assert told.endswith(own)
+    assert int(own) < 1000
+
+
+async def test_ending_a_sandbox_full_of_files_holds_nobody_up(repo: Path) -> None:
+    """The kernel frees its file systems inside the call that lets go of the last namespace: seconds for a full one."""
+    held: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            held.append(time.monotonic() - before)
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        async with open_sandbox(box_of(repo), config()) as sandbox:
+            await sandbox.exec(["bash", "-c", "mkdir m; cd m; seq 60000 | xargs touch"], timeout=60)
+            held.clear()
+            began = time.monotonic()
+        took = time.monotonic() - began
+        watching.cancel()
+    assert max(held) < took / 2, "who waits for it waits alone"
+
+
 def test_a_tree_deeper_than_a_path_is_long_is_removed(tmp_path: Path) -> None:
     deep = tmp_path / "deep"
     deep.mkdir()
@@ -84,3 +170,22 @@ def test_a_tree_deeper_than_a_path_is_long_is_removed(tmp_path: Path) -> None:
 def test_a_tree_that_cannot_be_removed_is_named() -> None:
     with pytest.raises(OSError, match=r"/proc/version cannot be removed"):
         trees.remove(Path("/proc/version"))
+
+
+_WATCHES = """
+import ctypes, time
+libc, made = ctypes.CDLL(None), 0
+while libc.inotify_init1(0) >= 0: made += 1
+print(made, flush=True)
+time.sleep(7205.25)
+"""
+
+
+async def test_one_sandbox_does_not_take_every_inotify_instance_of_the_machine(repo: Path) -> None:
+    """They are counted for the host's user, who is the agent's: watchers everywhere else would fail."""
+    most = int(await asyncio.to_thread(Path("/proc/sys/fs/inotify/max_user_instances").read_text))
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        ran = await sandbox.exec([PYTHON, "-c", _WATCHES], timeout=1.5)
+        assert 0 < int(ran.stdout) <= most // 2
+        refused = await sandbox.exec(["bash", "-c", "echo 9999 > /proc/sys/user/max_inotify_instances"], timeout=10)
+        assert refused.code != 0

@@ -201,8 +201,8 @@ class Bubble:
                 os.close(self.pidfd)
                 self.pidfd = -1
             if self.spaces is not None:
-                self.spaces.close()
-                self.spaces = None
+                spaces, self.spaces = self.spaces, None
+                await asyncio.to_thread(spaces.close)  # frees all that was written: seconds for a million files
             for groups in (self.spent, self.groups):
                 await asyncio.to_thread(groups.remove)
             for folder in (*self.spent.folders, *self.groups.folders, *([self.scratch] if self.scratch else [])):

@@ -20,18 +20,25 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 38, 22, 24
 _SECCOMP_MODE_FILTER = 2
 _SEALED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2)
 """MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID (linux/mount.h)."""
+_BIND, _OPENED, _CLOSED = (
+    ctypes.c_ulong(0x1000),
+    ctypes.c_ulong(0x20 | 0x1000 | 0xE),
+    ctypes.c_ulong(0x20 | 0x1000 | 0xF),
+)
+"""MS_BIND; with MS_REMOUNT, nosuid, nodev and noexec to open /proc/sys, and with MS_RDONLY to close it again."""
 _LAST_CAPABILITY = 63
 _PRIVATE, _SCRATCH = ctypes.c_ulong(0x4000 | 0x40000), ctypes.c_ulong(0x2 | 0x4)
 """MS_REC | MS_PRIVATE, and MS_NOSUID | MS_NODEV (linux/mount.h)."""
 _ROOT, _SIZED = ctypes.c_ulong(0x20 | 0x1000 | 0x1 | 0x2 | 0x4), ctypes.c_ulong(0x20 | 0x2 | 0x4)
 """A read-only bind of a mount without devices, and new options for a whole filesystem."""
-_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 _SIOCADDRT, _RTF_UP = 0x890B, 1  # linux/sockios.h, linux/route.h
 _RTM_NEWROUTE, _NLM_CREATE = 24, 0x1 | 0x4 | 0x200 | 0x400
 """NLM_F_REQUEST | NLM_F_ACK | NLM_F_EXCL | NLM_F_CREATE (linux/netlink.h)."""
@@ -101,6 +108,8 @@ def restrict(filter_hex: str) -> None:
 def become(spec: dict[str, Any]) -> int:
     """Replace this process by the command; returns a shell's exit code when that cannot be done."""
     try:
+        if stat.S_ISCHR(os.fstat(0).st_mode):  # the host's /dev/null: through it its mode could be changed
+            os.dup2(os.open("/dev/null", os.O_RDWR), 0)
         os.chdir(spec["cwd"])
         # Our interpreter ignores SIGPIPE and SIGXFSZ, a shell that starts us in the background SIGINT and SIGQUIT,
         # nohup SIGHUP: exec would keep all that, and a harness must not inherit how we were started.
@@ -239,9 +248,28 @@ def seal(spec: dict[str, Any]) -> int:
     """
     _mount("none", "/", "", _SIZED, spec["quota"])
     _mount("none", "/", "", _ROOT, "")
-    for path in spec["paths"]:
+    _mount("/proc/1", "/proc/1", "", _BIND, "")  # the agent's uid: as root's it may else have its init killed first
+    for path in (*spec["paths"], "/proc/1"):
         _mount("none", path, "", _SEALED, "")
+    try:  # noqa: SIM105 - this starts without contextlib
+        _share_watches()
+    except OSError:
+        pass  # a kernel that does not count them, or not for each namespace
     return 0
+
+
+def _share_watches() -> None:
+    """The host's user has a number of inotify instances (128) and watches for all its processes, the agent's among
+    them: one sandbox gets half."""
+    _mount("none", "/proc/sys", "", _OPENED, "")
+    try:
+        for name in ("instances", "watches"):
+            with open(f"/proc/sys/fs/inotify/max_user_{name}", "rb") as file:  # noqa: PTH123
+                most = int(file.read())
+            with open(f"/proc/sys/user/max_inotify_{name}", "wb", buffering=0) as file:  # noqa: PTH123
+                file.write(b"%d" % (most // 2))
+    finally:
+        _mount("none", "/proc/sys", "", _CLOSED, "")
 
 
 def blackhole(spec: dict[str, Any]) -> int:
@@ -280,6 +308,34 @@ def _child(spec: dict[str, Any], groups: list[int]) -> int:
         return 1
 
 
+def _first(spec: dict[str, Any], groups: list[int]) -> int:
+    """Process 1 of a pid namespace of our own, which ends with it. Never the command itself: that could take the
+    signal of our death off (PR_SET_PDEATHSIG), and would outlive its timeout and the sandbox."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is hit only by signals it handles
+    child = _forked(spec, groups, _child)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return _code(status)
+
+
+def _forked(spec: dict[str, Any], groups: list[int], then: Callable[[dict[str, Any], list[int]], int]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 126
+        try:
+            code = then(spec, groups)
+        finally:
+            os._exit(code)
+    return child
+
+
+def _code(status: int) -> int:
+    """A shell's exit code: 128 + signal."""
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
 def _inside(spec: dict[str, Any]) -> int:
     """Fork into the pid namespace, wait, and give a shell's exit code (128 + signal)."""
     groups = [os.open(path, os.O_WRONLY) for path in spec["cgroups"]]
@@ -289,15 +345,9 @@ def _inside(spec: dict[str, Any]) -> int:
     enter(spec["spaces"])
     if spec["do"] in _WITHOUT_FORK:
         return _WITHOUT_FORK[spec["do"]](spec)
-    child = os.fork()
-    if child == 0:
-        code = 126
-        try:
-            code = _child(spec, groups)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    own = any(space < 0 and kind & _CLONE_NEWPID for space, kind in spec["spaces"])
+    _, status = os.waitpid(_forked(spec, groups, _first if own else _child), 0)
+    return _code(status)
 
 
 def main(spec_fd: int, status_fd: int) -> None:
