@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from polar_env.config import SandboxConfig
 from polar_env.grade import audit
 from polar_env.grade.audit import Changes, Watch, unlike
 from polar_env.sandbox import Overlay
@@ -117,6 +118,12 @@ def test_a_program_is_known_by_its_content_but_for_the_version_it_asks_for() -> 
     assert unlike(Changes(right.files, frozenset({(f"{BIN}/acme", newer + "; forge()")})), right) == [f"{BIN}/acme"]
 
 
+def test_a_path_that_is_no_text_can_be_told() -> None:
+    """It stands in the verdict, and the row is UTF-8."""
+    (told,) = unlike(Changes(frozenset({"/testbed/\udcff.pth"})), RIGHT)
+    assert told.encode() == rb"/testbed/\xff.pth"
+
+
 INSTALLING = {
     "a file": (f"echo x > {ENV_PREFIX}/zz.pth", f"{ENV_PREFIX}/zz.pth"),
     "a program, and a find that sees nothing": (
@@ -170,3 +177,23 @@ async def test_what_installing_did_is_seen_and_compiled_files_of_its_own_are_gon
         assert changes.processes == 0
         left = await sandbox.exec(["/bin/ls", f"{ENV_PREFIX}/__pycache__"], timeout=30)
         assert left.stdout == b"old.pyc\n"
+
+
+_LEAVES = {
+    "one": "sleep 7026.25 & disown",
+    "one that bears the name of a dead one": r"(printf 'a) Z\nb' > /proc/$BASHPID/comm; read -u 9) 9<> <(:) & disown",
+    "as many as there is room for": "while sleep 7026.25 & do :; done",
+}
+
+
+@pytest.mark.parametrize("what", _LEAVES)
+async def test_what_installing_left_running_is_counted(tmp_path: Path, what: str) -> None:
+    """Also where nothing more can be started: the question needs no process of its own but one."""
+    repo = git_repo(tmp_path / "repo", {"code.py": b"x = 1\n"}, {})
+    some = SandboxConfig(pids=60)
+    async with open_sandbox(box_of(repo), some) as sandbox:
+        watch = await Watch.begin(sandbox)
+        script = f"exec 2>/dev/null\n{_LEAVES[what]}"
+        await sandbox.exec(["timeout", "--foreground", "-s", "KILL", "2", "bash", "-c", script], timeout=30)
+        assert (await watch.changes()).processes > 0
+        assert (await watch._left()) == 0

@@ -269,6 +269,23 @@ def test_every_run_holds_tests_that_must_fail_and_tests_that_must_pass(seed: int
     assert runs[0].tests != runs[1].tests
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_every_wanted_test_is_asked_both_ways(seed: int) -> None:
+    """What answers that it equals everything passes what is wrong, and fails the contrary as it should; what knows a
+    changed test by its text and lets it be shows under the contrary alone. One test may be cheated and the rest right.
+    """
+    wanted = ["t.py::test_number", "t.py::test_text", "t.py::test_in"]
+    row = {"FAIL_TO_PASS": wanted, "PASS_TO_PASS": [f"t.py::{name}" for name in NAMES if f"t.py::{name}" not in wanted]}
+    asked = {test: set[bool]() for test in wanted}
+    for step in plan(TESTS, whole_bank(), row, Random(seed)):
+        text = step.tests.files["t.py"]
+        assert text is not None
+        for test, passed in ran(text, right=False).items():
+            if f"t.py::{test}" in wanted:
+                asked[f"t.py::{test}"].add(passed)
+    assert asked == {test: {True, False} for test in wanted}
+
+
 def test_plans_differ_from_grading_to_grading() -> None:
     texts = {step.tests.files["t.py"] for seed in range(12) for step in plan(TESTS, whole_bank(), ROW, Random(seed))}
     assert len(texts) > 12

@@ -37,6 +37,8 @@ def diff(path: str, body: str = "@@ -1 +1 @@\n-a\n+b\n", extra: str = "") -> str
         ("--- /dev/null\n+++ b/.git/hooks/x\n@@ -0,0 +1 @@\n+a\n", "git's own", Flag.GIT_FILES),
         (diff("link", "@@ -0,0 +1 @@\n+/etc/passwd\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
         (diff("a/link", "@@ -0,0 +1 @@\n+../../x\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
+        (diff("a/link", "@@ -0,0 +1 @@\n+up/../x\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
+        (diff("a/link", "@@ -0,0 +1 @@\n+./..//../x\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
         (diff("link", "@@ -0,0 +1 @@\n+.git/hooks\n", "new file mode 120000\n"), "symbolic link out", Flag.OUTSIDE),
         (diff("pytest.py"), "changes how tests run", Flag.TEST_HOOKS),
         (diff("pytest.cpython-39-x86_64-linux-gnu.so"), "changes how tests run", Flag.TEST_HOOKS),
@@ -67,6 +69,7 @@ def test_what_is_refused_and_why(patch: str, reason: str, flag: Flag) -> None:
         diff("setup.py"),
         diff("docs/conftest.py.rst"),
         diff("a/link", "@@ -0,0 +1 @@\n+../b\n", "new file mode 120000\n"),
+        diff("a/b/link", "@@ -0,0 +1 @@\n+../../c/..d/e\n", "new file mode 120000\n"),
         diff("odd..name/..x.py"),
         diff(".github/workflows/ci.yml"),
         diff("src/_pytest/runner.py"),
@@ -122,6 +125,7 @@ def test_the_same_change_is_known_by_its_hunks() -> None:
     assert same_change(plain.encode(), made.encode())
     assert not same_change(plain.encode(), made.replace("+b", "+d").encode())
     assert not same_change(plain.encode(), (made + diff("notes.txt")).encode())
+    assert not same_change(plain.encode(), (made.replace("+b", "+d") + made).encode()), "the last is not all"
     assert not same_change(b"", made.encode())
 
 

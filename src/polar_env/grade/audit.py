@@ -26,9 +26,12 @@ true
 """
 _AFTER = r"""
 cd /proc; echo $$; for pid in [0-9]*; do
-    if [ -n "$(tr -d '\0' < "$pid/cmdline" 2>/dev/null | head -c 1)" ]; then echo "$pid"; fi
+    while read -r key state rest; do
+        if [ "$key" = State: ]; then case $state in Z|X) ;; *) echo "$pid";; esac; break; fi
+    done < "$pid/status"
 done 2>/dev/null; true
 """
+"""Starts nothing, or whoever left so many processes that there is room for no other would be told to have left none."""
 _CHANGED = r"""
 since=$1; shift
 find / "$@" "$HOME" /usr/local /var /run /root -xdev \
@@ -148,7 +151,8 @@ def unlike(found: Changes, right: Changes) -> list[str]:
         path for path, text in found.contents if _starts(path, _unversioned(text), known.get(_unversioned(path), ""))
     }
     own, names = _own(right.files), {_unversioned(path) for path in right.files}
-    return sorted(odd | {path for path in found.files if _unversioned(path) not in names and not _ours(path, own)})
+    odd |= {path for path in found.files if _unversioned(path) not in names and not _ours(path, own)}
+    return sorted(path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for path in odd)
 
 
 def _unversioned(text: str) -> str:

@@ -249,8 +249,8 @@ def _ids(ids: Iterable[str], where: _Where, renamed: Mapping[_Where, str]) -> It
 
 
 def plan(tests: Hidden, held: Bank, row: Mapping[str, Any], random: Random) -> list[Canary]:
-    """The rewritten test files of one grading: one if it holds both kinds of rewriting, else two; none if no
-    FAIL_TO_PASS test can be rewritten."""
+    """The rewritten test files of one grading, two: every FAIL_TO_PASS test is rewritten in both, in both ways where
+    both are known, for what cheats in one test alone may be met by one way alone. None if none can be rewritten."""
     files, wanted = sources(tests), set(listed(row, "FAIL_TO_PASS"))
     spots = located([*wanted, *listed(row, "PASS_TO_PASS")], files)
     choices: dict[_Where, list[Mutant]] = {}
@@ -264,8 +264,9 @@ def plan(tests: Hidden, held: Bank, row: Mapping[str, Any], random: Random) -> l
         return []
     first = {where: random.choice(choices[where]) for where in needed}
     second = {where: _unlike(first[where], choices[where], random) for where in needed}
-    runs = [first] if len({mutant.edit.kind for mutant in first.values()}) == 2 else [first, second]
-    return [_with_others(tests, files, spots, chosen, choices, others, held.renamable, random) for chosen in runs]
+    return [
+        _with_others(tests, files, spots, chosen, choices, others, held.renamable, random) for chosen in (first, second)
+    ]
 
 
 def _unlike(first: Mutant, choices: Sequence[Mutant], random: Random) -> Mutant:

@@ -37,6 +37,9 @@ PROCESSOR, PER_MIB = 15.0, 1.0
 parsers take 0.1 to 0.35 for one that is nothing but results (measured)."""
 ANSWER_LIMIT = 8 * 1024 * 1024
 """Bytes of an answer: the results of some 50,000 tests. To read JSON holds up every rollout of the process."""
+MEMORY = 3 * 1024**3
+"""Bytes of address space of a grading process, of which the package has half: a log of 64 MB needs 1 GB to be read.
+Without a limit a hostile one would have the process shot for want of memory, which says nothing of the log."""
 MOST = max(2, min(8, len(os.sched_getaffinity(0))))
 """Grading processes at the same time: two at least, or one hostile log would hold up every grading."""
 HURRY = 5.0
@@ -115,6 +118,7 @@ class Worker:
             self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=env, cwd="/"
         )
         resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))  # a limit that is reached would dump one
+        resource.prlimit(self._process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
         return self._process
 
     @staticmethod
@@ -294,7 +298,7 @@ def main() -> None:
         try:
             answer = _answer(json.loads(line))
         except Exception as error:  # noqa: BLE001 - whatever the package raises is an answer, and the next row's turn
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         told = json.dumps(answer).encode()
         if len(told) > ANSWER_LIMIT:
             told = json.dumps({"error": f"there are {len(told):,} bytes of results"}).encode()

@@ -84,10 +84,18 @@ def _hooks(path: bytes) -> bool:
 
 
 def _leaves(link: bytes, added: Iterable[bytes]) -> bool:
-    """Does a link with one of these contents lead out of the tree, or into git's directory?"""
+    """Does a link with one of these contents lead out of the tree, or into git's directory?
+
+    Where it goes up it must do so first, and no further than the tree reaches: what it goes up from later on may be
+    a link itself.
+    """
     for target in added:
+        parts = [part for part in target.split(b"/") if part not in (b"", b".")]
+        up = next((at for at, part in enumerate(parts) if part != b".."), len(parts))
         resolved = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
-        if target.startswith(b"/") or resolved.split(b"/")[0] in (b"..", b".git"):
+        if target.startswith(b"/") or up > link.count(b"/") or b".." in parts[up:]:
+            return True
+        if resolved.split(b"/")[0] == b".git":
             return True
     return False
 
@@ -131,5 +139,6 @@ def _change(patch: bytes) -> dict[frozenset[bytes], bytes]:
     for part in sections(patch):
         _, hunk, rest = part.text.partition(b"\n@@ ")
         text = re.sub(rb"(?m)^(@@ [^@\n]*@@).*$", rb"\1", hunk[1:] + rest) if hunk else part.text
-        found[part.paths] = text.rstrip(b"\n") + b"|".join(sorted(part.modes)) * (not hunk)
+        change = text.rstrip(b"\n") + b"|".join(sorted(part.modes)) * (not hunk)
+        found[part.paths] = found.get(part.paths, b"") + change
     return found
