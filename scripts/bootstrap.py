@@ -370,6 +370,7 @@ def requirements_of(inside: str, package: str) -> list[str]:
 COMPILE = r"""
 import compileall, re, sysconfig
 never = "tests?|resources_servers|responses_api_agents|benchmarks|sklearn|models|pip|rllib|tune|train|data|serve|llm"
+never += "|mlflow|databricks|matplotlib|fontTools|modal|modal_proto|narwhals|alembic|graphql|pyasn1_modules|virtualenv"
 never = re.compile(f"/({never})/")
 compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=never)
 """

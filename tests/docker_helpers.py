@@ -29,6 +29,8 @@ STARTED = 30.0
 """Seconds until the engine answers; one is usual."""
 _BESIDE = (Path("/run/docker"), Path("/run/containerd"))
 """What an engine makes outside of the folders it is given."""
+_OWN_MOUNTS = ("unshare", "--mount", "--propagation=private")
+"""What an engine mounts is seen by it alone and goes with it: other tests count this machine's mounts meanwhile."""
 _CACHE = "POLAR_CACHE"
 _PYTHON, _LIBRARY = "/usr/bin/python3", "import sysconfig; print(sysconfig.get_path('stdlib'))"
 
@@ -86,9 +88,9 @@ def docker_engine() -> Generator[Mapping[str, str]]:
         folder = Path(name)
         client = {"PATH": found["PATH"], "DOCKER_HOST": f"unix://{folder}/sock", "DOCKER_CONFIG": f"{folder}/client"}
         with (folder / "log").open("wb") as log, _groups_of_our_own(folder.name) as parent:
-            command = ["dockerd", f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid",
-                       "-H", client["DOCKER_HOST"], "--bridge=none", "--iptables=false", "--ip6tables=false",
-                       f"--cgroup-parent={parent}", "--shutdown-timeout=1"]  # fmt: skip
+            command = [*_OWN_MOUNTS, "dockerd", f"--data-root={folder}/data", f"--exec-root={folder}/exec",
+                       f"--pidfile={folder}/pid", "-H", client["DOCKER_HOST"], "--bridge=none", "--iptables=false",
+                       "--ip6tables=false", f"--cgroup-parent={parent}", "--shutdown-timeout=1"]  # fmt: skip
             env = {**os.environ, **found, "TMPDIR": name}
             with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env) as engine:
                 try:
@@ -96,7 +98,6 @@ def docker_engine() -> Generator[Mapping[str, str]]:
                     yield client
                 finally:
                     _end(client, engine)
-                    _unmount(folder)
                     for place in made:
                         shutil.rmtree(place, ignore_errors=True)
 
@@ -125,13 +126,6 @@ def _end(client: Mapping[str, str], engine: "subprocess.Popen[bytes]") -> None:
         engine.wait(30)
     except subprocess.TimeoutExpired:
         engine.kill()
-
-
-def _unmount(folder: Path) -> None:
-    """What an engine leaves mounted below its folders (namespaces of containers without a network)."""
-    places = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    for place in reversed([place for place in places if place.startswith(f"{folder}/")]):
-        subprocess.run(["umount", place], check=False)
 
 
 @contextmanager

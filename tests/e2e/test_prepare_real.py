@@ -1,7 +1,6 @@
 """Tasks made from the real registry, and judged by the official report: the fix resolves them, nothing else does."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from polar_env.config import SandboxConfig
 from polar_env.tasks import Prepared, Task
 from polar_env.tasks.prepare import prepare
 from polar_env.tasks.rows import load
-from tasks_helpers import evaluate, official_report, passed, swebench_data
+from tasks_helpers import evaluate, official_report, passed, spent, swebench_data
 
 pytestmark = pytest.mark.e2e
 
@@ -65,9 +64,9 @@ async def test_a_real_task_is_the_known_commit_and_graded_as_known(store: Path, 
     (task,) = load(swebench_data(), [REQUESTS])
     first = await prepared(task, store)
     assert first.base_commit == REQUESTS_COMMIT
-    started = time.perf_counter()
+    before = spent()
     assert await prepared(task, store) == first
-    assert time.perf_counter() - started < 0.5  # 1 ms when nothing else runs
+    assert spent() - before < 0.5
     await gold_resolves_and_nothing_does_not(first, tmp_path)
 
 
