@@ -1,8 +1,11 @@
 """Harbor task folders: what is read of them, what is refused, and what an agent earns in them."""
 
+import asyncio
 import json
 import logging
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -600,6 +603,22 @@ async def test_a_work_tree_too_large_to_carry_is_the_agent_s_zero(
     monkeypatch.setattr(harbor, "CARRIED_LIMIT", 100_000)
     found = await graded(ready, f"{ANSWER}; head -c 200000 /dev/zero > large")
     assert (found.status, found.flags, reward(found)) == (VerdictStatus.REFUSED, (Flag.OVERSIZED,), 0.0)
+
+
+async def test_what_keeps_the_grader_busy_around_the_verifier_is_the_agent_s_zero_and_no_mask(
+    store: Path, answered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million files are carried over for minutes. Where it was our measuring that left no time it is an error."""
+    ready = await prepared(answered, store)
+    await harbor.prewarm(ready, sandbox=BUBBLEWRAP)
+    monkeypatch.setattr(harbor, "AROUND", 0.01 - 60.0)
+    found = await graded(ready, ANSWER, timeout=60.0)
+    assert (found.status, reward(found)) == (VerdictStatus.TESTS_TIMED_OUT, 0.0)
+    assert "kept the grader busy" in found.detail
+    monkeypatch.setattr(harbor, "AROUND", 0.01 - 2.0)
+    with pytest.raises(GradeError, match=r"left for the verifier.*raise budget\.grade"):
+        await harbor._before(time.monotonic() + 0.01, replace(await harbor._known(ready, BUBBLEWRAP), seconds=2.0),
+                             asyncio.sleep(7027.25, found))  # fmt: skip
 
 
 async def test_fresh_takes_the_change_of_the_work_tree_alone(store: Path, answered: Path) -> None:

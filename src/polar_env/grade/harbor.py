@@ -18,7 +18,8 @@ is an error that masks, never a zero; after that, a reward that is missing or no
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Generator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from polar_env.grade import patch as patches
 from polar_env.grade.review import review
 from polar_env.grade.right import remembered
 from polar_env.grade.tools import replaced
-from polar_env.grade.trial import apply_patch, box_of
+from polar_env.grade.trial import AROUND, apply_patch, box_of
 from polar_env.grade.verifier import Run, changes, packed, present, verify
 from polar_env.sandbox import Overlay
 from polar_env.sandbox.sandbox import Sandbox, open_sandbox, still_there
@@ -89,9 +90,10 @@ async def grade(
             f"{prepared.task.task_id} is graded in what its agent left (grade_in = agent), and that is gone: it cannot "
             "be graded again from a patch"
         )
+    ends = time.monotonic() + timeout + AROUND
     with _failing():
         known = await _known(prepared, sandbox)
-        return await _fresh(prepared, patch, known, sandbox, timeout)
+        return await _before(ends, known, _fresh(prepared, patch, known, sandbox, timeout))
 
 
 async def grade_left(
@@ -103,19 +105,26 @@ async def grade_left(
     timeout: float,  # noqa: ASYNC109 - as above
 ) -> Verdict:
     """Grade what the agent left in its sandbox ``left``, after ``left.kill()``. Raises GradeError as ``grade`` does."""
+    ends = time.monotonic() + timeout + AROUND
     with _failing():
         known = await _known(prepared, sandbox)
-        if not prepared.whole:
-            planted, own = await _planted(left, known), list[str]()
-            found = await _fresh(prepared, patch, known, sandbox, timeout)
-        else:
-            try:
-                planted, own = await _planted(left, known), replaced(await changes(left), known.changes)
-                found = await _judged_left(prepared, left, known, sandbox, timeout)
-            except SandboxError as error:
-                if not await still_there(left):
-                    raise
-                return Verdict(VerdictStatus.UNRESOLVED, detail=f"what the agent left does not run: {error}", score=0.0)
+        return await _before(ends, known, _grade_left(prepared, patch, left, known, sandbox, timeout))
+
+
+async def _grade_left(
+    prepared: Prepared, patch: bytes, left: Sandbox, known: _Known, sandbox: SandboxConfig, limit: float
+) -> Verdict:
+    if not prepared.whole:
+        planted, own = await _planted(left, known), list[str]()
+        found = await _fresh(prepared, patch, known, sandbox, limit)
+    else:
+        try:
+            planted, own = await _planted(left, known), replaced(await changes(left), known.changes)
+            found = await _judged_left(prepared, left, known, sandbox, limit)
+        except SandboxError as error:
+            if not await still_there(left):
+                raise
+            return Verdict(VerdictStatus.UNRESOLVED, detail=f"what the agent left does not run: {error}", score=0.0)
     if planted:
         found = _flagged(
             found, Flag.PLANTED, f"it left {', '.join(planted[:3])}, where the verifier's own files are put"
@@ -123,6 +132,24 @@ async def grade_left(
     if own:
         found = _flagged(found, Flag.ENVIRONMENT, f"it changed {', '.join(own[:3])}, which the verifier may run")
     return found
+
+
+async def _before(ends: float, known: _Known, graded: Awaitable[Verdict]) -> Verdict:
+    """A verdict within the budget, whatever keeps the grader busy in what the agent left: a million files to carry over
+    are its own doing, and would be a mask if ``budget.grade`` ran out over them. Raises GradeError where measuring the
+    verifier has left too little of that."""
+    left = ends - time.monotonic()
+    try:
+        async with asyncio.timeout(left):
+            return await graded
+    except TimeoutError:
+        if left < AROUND + 2 * known.seconds:
+            raise GradeError(
+                f"{left:.0f} s of budget.grade were left for the verifier, and the task's own solution took it "
+                f"{known.seconds:.1f} s: that says nothing of the agent; raise budget.grade"
+            ) from None
+        why = f"what it left kept the grader busy for {left:.0f} s"
+        return Verdict(VerdictStatus.TESTS_TIMED_OUT, detail=why)
 
 
 async def _planted(left: Sandbox, known: _Known) -> list[str]:
