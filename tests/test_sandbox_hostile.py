@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from polar_env.config import ProxyConfig
+from polar_env.proxy.server import CONNECTIONS, ProxyServer
 from polar_env.sandbox import cgroups, trees
 from polar_env.sandbox.limits import Limits
 from polar_env.sandbox.sandbox import open_sandbox
+from proxy_helpers import PlayedEngine
 from sandbox_helpers import box_of, config, git_repo, host_processes, until_gone, until_running
 
 PYTHON = "/usr/bin/python3"
@@ -189,3 +192,36 @@ async def test_one_sandbox_does_not_take_every_inotify_instance_of_the_machine(r
         assert 0 < int(ran.stdout) <= most // 2
         refused = await sandbox.exec(["bash", "-c", "echo 9999 > /proc/sys/user/max_inotify_instances"], timeout=10)
         assert refused.code != 0
+
+
+_CONNECTS = """
+import socket, time
+held = []
+for _ in range(200):
+    try: held.append(socket.create_connection(("127.0.0.1", 8000), timeout=0.02))
+    except OSError: pass
+print("tried", flush=True)
+time.sleep(0.2)
+"""
+
+
+async def test_one_agents_connections_do_not_take_every_open_file_of_ours(repo: Path) -> None:
+    """All rollouts of a process live on its open files, and an agent may open as many connections as it likes."""
+    async with ProxyServer(PlayedEngine(), ProxyConfig()) as proxy, open_sandbox(box_of(repo), config()) as sandbox:
+        async with proxy.listen(sandbox.listener(8000), CONNECTIONS), asyncio.TaskGroup() as group:
+            before = _open_files()
+            flood = group.create_task(sandbox.exec([PYTHON, "-c", _CONNECTS], timeout=20))
+            most = 0
+            while not flood.done():
+                await asyncio.sleep(0.05)
+                most = max(most, _open_files() - before)
+        assert b"tried" in flood.result().stdout
+        assert CONNECTIONS <= most <= 3 * CONNECTIONS, "those queued in the kernel are taken before they are reset"
+        async with proxy.listen(sandbox.listener(8001), CONNECTIONS):
+            ask = r'exec 3<>/dev/tcp/127.0.0.1/8001; printf "GET / HTTP/1.1\r\nHost: x\r\n\r\n" >&3; head -n 1 <&3'
+            told = await sandbox.exec(["bash", "-c", ask], timeout=10)
+        assert b"200" in told.stdout
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

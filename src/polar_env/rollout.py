@@ -25,7 +25,7 @@ from polar_env.grade import patch as patches
 from polar_env.grade.prewarm import Prewarm
 from polar_env.harness import HOME, MODEL_PORT, Harness, Job, Launch, Mount
 from polar_env.named import make_engine, make_harness
-from polar_env.proxy.server import ProxyServer
+from polar_env.proxy.server import CONNECTIONS, ProxyServer
 from polar_env.proxy.session import Session
 from polar_env.reward import decide
 from polar_env.sandbox import Box, egress
@@ -195,7 +195,7 @@ async def _start(
     sandbox = await stack.enter_async_context(open_sandbox(_box(ending.prepared, mounts, config), config.sandbox))
     if ending.prepared.by_snapshot:  # in the image: what it looks like now is what a patch is against
         ending.baseline = await patches.snapshot(sandbox, ending.prepared.workdir, ending.prepared.hide)
-    await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT)))
+    await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT), CONNECTIONS))
     if watched := sandbox.watch():
         ending.watched = stack.enter_context(watched)
     return sandbox

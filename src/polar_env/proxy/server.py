@@ -44,6 +44,10 @@ HOLD = 1.0
 BACKLOG = 1024
 """Connections the kernel may queue: a group of sandboxes starts at once."""
 
+CONNECTIONS = 64
+"""Connections one sandbox may hold at a time (sub-agents use some 20): each is an open file of this process, on which
+all its rollouts live."""
+
 SHUTDOWN = 2.0
 """Seconds a closing listener waits for its handlers; their sessions are closed by then."""
 
@@ -131,12 +135,13 @@ class ProxyServer:
         return session
 
     @asynccontextmanager
-    async def listen(self, sock: socket.socket) -> AsyncGenerator[None]:
+    async def listen(self, sock: socket.socket, most: int | None = None) -> AsyncGenerator[None]:
         """Serve the model routes on a bound (or listening) socket, which is closed at the end with its connections.
 
-        The socket may live in another network namespace: what is accepted on it stays in that namespace.
+        The socket may live in another network namespace: what is accepted on it stays in that namespace. Connections
+        beyond ``most`` at a time are reset.
         """
-        async with _served(self._answer, sock, self._request):
+        async with _served(self._answer, sock, self._request, most):
             yield
 
     @asynccontextmanager
@@ -266,13 +271,25 @@ class ProxyServer:
         return response, complete
 
 
+class _Server(web.Server):
+    most: int | None = None
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if self.most is not None and len(self.connections) > self.most:
+            transport.abort()
+
+
 @asynccontextmanager
-async def _served(answer: Handler, sock: socket.socket, make_request: RequestFactory) -> AsyncGenerator[None]:
-    server = web.Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
+async def _served(
+    answer: Handler, sock: socket.socket, make_request: RequestFactory, most: int | None = None
+) -> AsyncGenerator[None]:
+    server = _Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
+    server.most = most
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN)
     await runner.setup()
     try:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        await web.SockSite(runner, sock, backlog=most or BACKLOG).start()
         yield
     finally:
         await runner.cleanup()
