@@ -653,8 +653,12 @@ async def test_every_place_that_can_be_written_has_a_limit(repo: Path) -> None:
             await sandbox.exec(sh(f"rm -f {name}*"), timeout=10)
         long = await sandbox.exec(sh("truncate -s 3M sparse"), timeout=10)
         assert long.code == 128 + signal.SIGXFSZ
-        files = await sandbox.exec(sh("cd /testbed && seq 3000 | xargs touch"), timeout=10)
-        assert b"No space left" in files.stderr, "files cost memory too"
+        for place in ("/testbed", "/tmp", "/home/agent", "/run", "/dev/shm"):
+            files = await sandbox.exec(sh(f"cd {place} && seq 700 | xargs touch && find . -delete"), timeout=10)
+            assert b"No space left" in files.stderr, ("files cost memory too", place)
+    async with open_sandbox(Box(workdir="/work"), SandboxConfig(disk_mib=2)) as sandbox:
+        over = await sandbox.exec(sh("for i in 1 2 3; do head -c 1500k /dev/zero > $i; done"), timeout=10)
+        assert b"No space left" in over.stderr, "a working directory that nothing holds"
 
 
 async def test_nothing_is_limited_where_the_configuration_says_so(repo: Path) -> None:

@@ -34,6 +34,21 @@ class Layout:
     workdir: str = "/"
     limits: Limits = Limits()  # noqa: RUF009 - frozen
 
+    @property
+    def mounted(self) -> frozenset[str]:
+        """Where the box's own mounts are."""
+        return frozenset((*(overlay.target for overlay in self.overlays), *(target for _, target in self.read_only)))
+
+    @property
+    def own_workdir(self) -> bool:
+        return root.own_workdir(self.workdir, self.mounted)
+
+    @property
+    def writable(self) -> list[str]:
+        """File systems of memory that hold the sandbox's writes, "/" with the upper layers of the overlays."""
+        own = (self.workdir,) if self.own_workdir else ()
+        return ["/", *(at for at in (*root.WRITABLE, *own) if at not in self.mounted)]
+
 
 @dataclass(slots=True)
 class Bubble:
@@ -149,7 +164,9 @@ class Bubble:
     async def seal(self) -> None:
         """Bound the writable layer and close the root: what runs after the agent is the host's, read-only."""
         quota = self.layout.limits.quota()
-        await self._helper(self._spec("seal", self._spaces.mounts(), paths=root.DEVICES, quota=quota))
+        await self._helper(
+            self._spec("seal", self._spaces.mounts(), paths=root.DEVICES, quota=quota, writable=self.layout.writable)
+        )
 
     async def blackhole(self, networks: Sequence[str]) -> None:
         """Let connecting to these IPv4 networks time out. Raises SandboxError for a text that is no network."""

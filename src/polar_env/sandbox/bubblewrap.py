@@ -179,9 +179,16 @@ async def _launch(bubble: Bubble, bwrap: str, mounts: list[str]) -> None:
         info, info_writer = os.pipe()
         stack.callback(os.close, info)
         layout, network = bubble.layout, bubble.layout.network
-        mounted = [*(overlay.target for overlay in layout.overlays), *(target for _, target in layout.read_only)]
         args = [*root.namespaces(network), "--clearenv", *root.root_args(etc, network, layout.limits.disk_mib)]
-        args += [*mounts, *root.workdir_args(layout.workdir, mounted), "--chdir", "/", "--info-fd", str(info_writer)]
+        args += [
+            *mounts,
+            "--tmpfs" if layout.own_workdir else "--dir",
+            layout.workdir,
+            "--chdir",
+            "/",
+            "--info-fd",
+            str(info_writer),
+        ]
         args += ["--cap-drop", "ALL", "--cap-add", _APART]
         passed = [file.fd for file in etc]
         if code := seccomp.program():

@@ -246,7 +246,8 @@ def seal(spec: dict[str, Any]) -> int:
 
     The device nodes are sealed because root owns the host's /dev/null, and its agent could change the mode.
     """
-    _mount("none", "/", "", _SIZED, spec["quota"])
+    for path in spec["writable"]:
+        _mount("none", path, "", _SIZED, spec["quota"])
     _mount("none", "/", "", _ROOT, "")
     _mount("/proc/1", "/proc/1", "", _BIND, "")  # the agent's uid: as root's it may else have its init killed first
     for path in (*spec["paths"], "/proc/1"):

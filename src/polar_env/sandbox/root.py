@@ -36,6 +36,9 @@ _PROC_EMPTY = ("acpi", "scsi", "asound", "dynamic_debug")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 """The host's device nodes that a sandbox shows."""
 
+WRITABLE = ("/tmp", HOME, "/run", "/dev/shm")  # noqa: S108
+"""File systems of a sandbox's own, beside the upper layers of its overlays."""
+
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     "HOME": HOME,
@@ -127,8 +130,7 @@ def root_args(etc: tuple[MemFile, ...], network: bool, disk_mib: int | None) -> 
     return args
 
 
-def workdir_args(workdir: str, mounted: Iterable[str]) -> list[str]:
-    """A working directory that none of the box's mounts holds is an empty one that can be written."""
-    own = (*mounted, "/tmp", HOME, "/run", "/dev/shm")  # noqa: S108
-    held = workdir == "/" or any(f"{workdir}/".startswith(f"{at.rstrip('/')}/") for at in own)
-    return ["--dir", workdir] if held else ["--tmpfs", workdir]
+def own_workdir(workdir: str, mounted: Iterable[str]) -> bool:
+    """Whether none of the box's mounts holds the working directory: it is an empty one that can be written."""
+    own = (*mounted, *WRITABLE)
+    return workdir != "/" and not any(f"{workdir}/".startswith(f"{at.rstrip('/')}/") for at in own)
