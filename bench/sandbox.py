@@ -1,15 +1,18 @@
-"""Start, first command, further commands and teardown of a sandbox: bubblewrap, Docker and Podman in one run.
+"""Start, a command and teardown of a sandbox: bubblewrap, Docker and Podman in one run.
 
 usage: python bench/sandbox.py [--count 20] [--parallel 32] [--only bubblewrap,docker,podman]
 
 Milliseconds of wall clock, p50 and p99 of ``--count`` sandboxes one after another, then of ``--parallel`` at once, and
 what each costs against bubblewrap. Docker and Podman run an image made of this machine's tools, prepared once for all;
-bubblewrap shows a directory copy-on-write and prepares nothing. Docker and Podman need root; where they are not
-installed, Debian's packages are unpacked below the user's cache. What cannot be had is left out and said so.
+bubblewrap shows a directory copy-on-write and prepares nothing. bubblewrap and Docker are measured through the handle
+that rollouts use (whose start of a container runs one command in it); Podman, for which Gym has no provider, through its
+command line. Docker and Podman need root; where they are not installed, Debian's packages are unpacked below the user's
+cache. What cannot be had is left out and said so.
 """
 
 import argparse
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -43,7 +46,7 @@ class Times:
 
 def quantile(values: list[float], share: float) -> float:
     """In ms; the nearest rank."""
-    return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return 1e3 * sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 async def handled(box: Box, config: SandboxConfig, times: Times) -> None:

@@ -118,6 +118,7 @@ FIXED = {**START, "pkg/code.py": b"def f():\n    return 2\n"}
         pytest.param("printf '* text eol=crlf ident\\n' > pkg/.gitattributes; printf '$Id$\\n' > pkg/id",
                      {**START, "pkg/.gitattributes": b"* text eol=crlf ident\n", "pkg/id": b"$Id$\n"}, id="line ends"),
         pytest.param("chmod 000 pkg/code.py pkg", START, id="made unreadable"),
+        pytest.param(f"{EDIT}; chmod 000 .", FIXED, id="made unreadable as a whole"),
         pytest.param("mkfifo pipe", START, id="a FIFO"),
         pytest.param("mkdir -p build/lib dist pkg/__pycache__ .pytest_cache/v node_modules/x x.egg-info; "
                      "touch build/lib/a.py dist/w.whl pkg/__pycache__/c.pyc .pytest_cache/v/x node_modules/x/y.js "

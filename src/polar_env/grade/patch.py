@@ -90,6 +90,7 @@ tar -C "$GIT_DIR" -xf -
 not_more() {
     [ "$1" -le "$2" ] || { echo "over $2 $3" >&2; exit 8; }
 }
+chmod u+rwx "$GIT_WORK_TREE"
 own() { find . -maxdepth 200 -path ./.git -prune -o "$@"; }
 count() { awk 'END {print NR}'; }
 sum() { awk '{n += $1} END {print int(n / '"$1"') + 0}'; }
