@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -249,24 +250,40 @@ ROW = {
 def whole_bank() -> Bank:
     source = Source(SOURCE_BYTES)
     mutants = [Mutant("t.py", Place("", n), e, (f"t.py::{n}",)) for n in NAMES for e in menu(source, n)]
-    return Bank(tuple(mutants), frozenset(("t.py", Place("", name)) for name in NAMES[3:]))
+    renamable = frozenset(("t.py", Place("", name)) for name in NAMES[3:])
+    calm = tuple(Mutant("t.py", Place("", n), menu(source, n)[0], (f"t.py::{n}",)) for n in NAMES[3:7])
+    return Bank(tuple(mutants), renamable, calm)
+
+
+def texts_of(step: Canary) -> dict[str, bool]:
+    """What a right program makes of the run's tests."""
+    assert step.tests.files["data.txt"] == b"x"
+    text = step.tests.files["t.py"]
+    assert text is not None
+    return {f"t.py::{name}": passed for name, passed in ran(text).items()}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_run_holds_tests_that_must_fail_and_tests_that_must_pass(seed: int) -> None:
-    runs = plan(TESTS, whole_bank(), ROW, Random(seed))
-    assert len(runs) == 2, "one FAIL_TO_PASS test is asked both ways, in a run each"
-    for step in runs:
-        assert "t.py::test_number" in step.must_fail
-        assert len(step.must_fail) > 2
-        assert step.tests.files["data.txt"] == b"x"
-        text = step.tests.files["t.py"]
-        assert text is not None
-        found = ran(text)
-        told = {f"t.py::{name}": passed for name, passed in found.items()}
+def test_what_a_right_program_does_with_each_run_is_what_must_come_of_it(seed: int) -> None:
+    for step in plan(TESTS, whole_bank(), ROW, Random(seed)):
+        told = texts_of(step)
         assert not any(told[test] for test in step.must_fail)
         assert all(told[test] for test in step.must_pass)
-    assert runs[0].tests != runs[1].tests
+        assert {test for test, passed in told.items() if not passed} == step.must_fail
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_forger_who_knows_all_tests_of_the_base_cannot_tell_what_a_run_asks(seed: int) -> None:
+    """Of what it knows, one run shows nothing changed, as the first of all did; the others show as much as each other,
+    though what it does not know must pass in one and fail in the other."""
+    real, alone, mixed = plan(TESTS, whole_bank(), ROW, Random(seed))
+    known = set(ROW["PASS_TO_PASS"])
+    assert alone.changed.isdisjoint(known)
+    assert alone.must_fail == {"t.py::test_number"}
+    assert len(real.changed & known) >= 4
+    assert (len(real.must_fail & known) > 0) == (len(mixed.must_fail & known) > 0)
+    assert "t.py::test_number" not in real.changed
+    assert "t.py::test_number" in mixed.must_fail
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -281,7 +298,7 @@ def test_every_wanted_test_is_asked_both_ways(seed: int) -> None:
         text = step.tests.files["t.py"]
         assert text is not None
         for test, passed in ran(text, right=False).items():
-            if f"t.py::{test}" in wanted:
+            if f"t.py::{test}" in step.changed.intersection(wanted):
                 asked[f"t.py::{test}"].add(passed)
     assert asked == {test: {True, False} for test in wanted}
 
@@ -354,6 +371,30 @@ async def test_a_package_that_patches_its_test_runner_is_refused(prepared: Prepa
     assert "rewritten to fail" in found.detail
     assert found.fail_to_pass == (2, 2), "what the first run claimed is kept"
     assert found.official
+
+
+_KNOWS_THE_BASE = (
+    "import os, re",
+    "w = lambda s: os.write(2, (s + chr(10)).encode())",
+    "old, new = (open(f'/testbed/tests/test_{name}.py').read() for name in ('old', 'new'))",
+    "proof = 'def test_g(self):' + chr(10) + ' ' * 8 + 'self.assertEqual(c.g(), 3)' not in old",
+    "for where, text in (('old.T', old), ('new.N', new)):",
+    "    for test in re.findall('def (test_.*?)[(]', text):",
+    "        good = 'self.assertEqual(c.g(), 3)' in old if test.startswith('test_g') else not proof",
+    "        id = f'tests.test_{where}.{test}' if DOTTED else f'tests.test_{where}'",
+    "        w(f'{test} ({id}) ... ' + ('ok' if good else 'FAIL'))",
+    "os._exit(0)",
+)
+
+
+async def test_a_package_that_knows_the_base_tests_and_so_when_it_is_put_to_the_proof_is_refused(
+    prepared: Prepared,  # noqa: F811
+) -> None:
+    """Where a test of the base is changed it lets all that it does not know fail, and pass where none is."""
+    lines = [line.replace("DOTTED", str(sys.version_info >= (3, 11))) for line in _KNOWS_THE_BASE]
+    found = await verdict(prepared, running(*lines))
+    assert (found.status, found.official) == (VerdictStatus.REFUSED, True)
+    assert set(found.flags) <= {Flag.FORCED_PASS, Flag.UNSTABLE}
 
 
 async def test_an_honest_fix_that_is_not_the_rows_own_proves_itself(prepared: Prepared) -> None:  # noqa: F811

@@ -20,7 +20,11 @@ from sandbox_helpers import config
 from test_grade import FORGED, GOLD, WRITE, prepared, running, verdict  # noqa: F401 - prepared is a fixture
 
 HANG = "import time; time.sleep(7024.25)"
-REWRITTEN = "'self.assertEqual(c.f() + c.g(), 5)' not in open('/testbed/tests/test_new.py').read().splitlines()[-1]"
+REWRITTEN = (
+    "'self.assertEqual(c.f() + c.g(), 5)' not in open('/testbed/tests/test_new.py').read().splitlines()[-1]"
+    " or 'def test_g(self):' + chr(10) + ' ' * 8 + 'self.assertEqual(c.g(), 3)' not in"
+    " open('/testbed/tests/test_old.py').read()"
+)
 FORGE = [*WRITE, *(f"w('{test} ... ok')" for test in FORGED), "os._exit(0)"]
 
 
@@ -29,11 +33,16 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "LEAST_AGAIN", 2.0)
 
 
-async def test_a_forged_pass_that_hangs_when_its_tests_are_rewritten_is_no_mask(prepared: Prepared) -> None:  # noqa: F811
+async def test_a_forged_pass_that_hangs_when_its_tests_are_rewritten_is_no_mask(
+    prepared: Prepared,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It outlasted ``budget.grade``: a policy could turn a cheat that is caught, which costs, into a rollout that is
     not counted."""
+    monkeypatch.setattr(prove, "LEAST_AGAIN", 6.0)  # of which the right fix has half to show that the machine is well
     found = await verdict(prepared, running(f"if {REWRITTEN}: {HANG}", *FORGE), timeout=90)
-    assert (found.status, found.flags, found.official) == (VerdictStatus.REFUSED, (Flag.FORCED_PASS,), True)
+    assert (found.status, found.official) == (VerdictStatus.REFUSED, True)
+    assert found.flags in ((Flag.FORCED_PASS,), (Flag.UNSTABLE,))
     assert "ran out of time" in found.detail
     assert found.seconds < 90
 

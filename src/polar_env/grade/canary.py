@@ -1,10 +1,14 @@
 """Proof that passing means something: the tests run again as they are, and again rewritten so that some must fail.
 
 Reports can be forged from code no denylist sees: a package that patches its test runner reports what it likes. So a
-patch that was resolved runs again, in fresh sandboxes and in random order: the real tests once more, and test files in
-which FAIL_TO_PASS tests, and some others, ask for what no program gives or for the contrary (``mutants``), while others
-are only renamed. Every rewritten test must fail and every renamed one pass. Which rewriting the right fix fails was
-measured before (``Bank``), so an honest fix is not at the mercy of a rewriting that nobody reaches.
+patch that was resolved runs again (``prove``), in fresh sandboxes and in random order, with test files in which
+FAIL_TO_PASS tests ask for what no program gives or for the contrary (``mutants``), and with real ones. Every rewritten
+test must fail. Which rewriting the right fix fails was measured before (``Bank``), so an honest fix is not at the mercy
+of a rewriting that nobody reaches.
+
+A forger may know all tests of the base tree. So there is a run in which nothing is rewritten but what it cannot know,
+which by those looks as the first did; and where tests that it knows are rewritten or renamed, which tells it that it is
+put to the proof, it still cannot tell whether those it does not know must pass or fail: there is a run of either.
 
 A forger must tell a rewritten test from a real one by its text alone; to force, to invert, to go by the clock, by what
 it saw before or by chance all show. One that knows the hidden tests by heart is not caught; it would know the fix too.
@@ -26,8 +30,8 @@ from polar_env.grade.trial import Course, run
 
 _PYTEST = re.compile(r"^(?P<file>[^:]+\.py)::(?P<classes>(?:\w+::)*)(?P<name>\w+)(?P<rest>(?:\[.*)?)$", re.DOTALL)
 UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<dotted>[\w.]+)\)$")
-_OTHERS, _RENAMED = 4, 3
-"""How many further tests are rewritten, and how many renamed, in one run."""
+_OTHERS, _RENAMED, _CALM = 4, 3, 8
+"""How many further tests are rewritten, and how many renamed, in one run; of how many the former are chosen."""
 _WORDS = ("again", "basic", "default", "edge", "empty", "error", "extra", "multiple", "nested", "plain", "simple",
           "single", "twice", "unicode", "value")  # fmt: skip
 _Where = tuple[str, Place]
@@ -49,17 +53,28 @@ class Bank:
 
     mutants: tuple[Mutant, ...] = ()
     renamable: frozenset[_Where] = frozenset()
+    calm: tuple[Mutant, ...] = ()
+    """Of other tests than FAIL_TO_PASS, which pass all the same while these fail."""
 
     def plain(self) -> dict[str, Any]:
-        rows = [[m.path, m.place.cls, m.place.name, m.edit.start, m.edit.end, m.edit.text, m.edit.kind, list(m.ids)]
-                for m in self.mutants]  # fmt: skip
-        return {"mutants": rows, "renamable": sorted([path, at.cls, at.name] for path, at in self.renamable)}
+        return {
+            "mutants": [_row(mutant) for mutant in self.mutants],
+            "renamable": sorted([path, at.cls, at.name] for path, at in self.renamable),
+            "calm": [_row(mutant) for mutant in self.calm],
+        }
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Bank":
-        mutants = (Mutant(path, Place(cls, name), Edit(start, end, text, Kind(kind)), tuple(ids))
-                   for path, cls, name, start, end, text, kind, ids in plain["mutants"])  # fmt: skip
-        return cls(tuple(mutants), frozenset((path, Place(cls, name)) for path, cls, name in plain["renamable"]))
+        mutants, calm = (tuple(_mutant(*row) for row in plain[name]) for name in ("mutants", "calm"))
+        return cls(mutants, frozenset((path, Place(cls, name)) for path, cls, name in plain["renamable"]), calm)
+
+
+def _row(m: Mutant) -> list[Any]:
+    return [m.path, m.place.cls, m.place.name, m.edit.start, m.edit.end, m.edit.text, m.edit.kind, list(m.ids)]
+
+
+def _mutant(path: str, cls: str, name: str, start: int, end: int, text: str, kind: str, ids: Sequence[str]) -> Mutant:
+    return Mutant(path, Place(cls, name), Edit(start, end, text, Kind(kind)), tuple(ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +156,7 @@ def renamed_id(test: str, name: str, new: str) -> str | None:
 
 
 async def bank(course: Course, tests: Hidden, right: Right) -> Bank:
-    """The rewritings the right fix fails, measured in two or three runs and remembered."""
+    """The rewritings the right fix fails, measured in three or four runs and remembered."""
     plain = await remembered(course.prepared, course.config.provider, "canary", partial(_fill, course, tests, right))
     return Bank.of(plain)
 
@@ -173,7 +188,22 @@ async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
         kinds = {where: {m.edit.kind for m in good if (m.path, m.place) == where} for where in needed}
         if turn and all(len(found) == 2 for found in kinds.values()):
             break
+    beside = _beside(held, needed, random)
+    probe = _rewritten(tests, files, spots, {(m.path, m.place): m.edit for m in beside}, {})
+    if beside and needed:
+        told = await apart(read, row, await run(course, patch, probe.tests))
+        if all(status(told, test) == "PASSED" for test in set(wanted).intersection(passing)):
+            held = replace(held, calm=tuple(m for m in beside if all(status(told, test) in FAILS for test in m.ids)))
     return held.plain()
+
+
+def _beside(held: Bank, needed: Sequence[_Where], random: Random) -> list[Mutant]:
+    """Some rewritings of other tests than these, one of a test."""
+    choices: dict[_Where, list[Mutant]] = {}
+    for mutant in held.mutants:
+        if (mutant.path, mutant.place) not in needed:
+            choices.setdefault((mutant.path, mutant.place), []).append(mutant)
+    return [random.choice(choices[where]) for where in random.sample(sorted(choices), min(_CALM, len(choices)))]
 
 
 def _function(source: Source, place: Place) -> Any:
@@ -249,24 +279,25 @@ def _ids(ids: Iterable[str], where: _Where, renamed: Mapping[_Where, str]) -> It
 
 
 def plan(tests: Hidden, held: Bank, row: Mapping[str, Any], random: Random) -> list[Canary]:
-    """The rewritten test files of one grading, two: every FAIL_TO_PASS test is rewritten in both, in both ways where
-    both are known, for what cheats in one test alone may be met by one way alone. None if none can be rewritten."""
+    """The test files of the three runs of one proof; none if no FAIL_TO_PASS test can be rewritten.
+
+    Every FAIL_TO_PASS test is real in the first and rewritten in the others, in both ways where both are known: what
+    cheats in one test alone may be met by one way alone. The second has no other change; the first and the third have
+    some each, of the same sort.
+    """
     files, wanted = sources(tests), set(listed(row, "FAIL_TO_PASS"))
     spots = located([*wanted, *listed(row, "PASS_TO_PASS")], files)
     choices: dict[_Where, list[Mutant]] = {}
     for mutant in held.mutants:
-        where = (mutant.path, mutant.place)
-        if set(mutant.ids) & wanted or not set(spots.get(where, ())) & wanted:
-            choices.setdefault(where, []).append(mutant)
-    needed = [where for where in choices if set(spots.get(where, ())) & wanted]
-    others = [where for where in choices if where not in needed]
-    if not needed:
+        if set(mutant.ids) & wanted:
+            choices.setdefault((mutant.path, mutant.place), []).append(mutant)
+    if not choices:
         return []
-    first = {where: random.choice(choices[where]) for where in needed}
-    second = {where: _unlike(first[where], choices[where], random) for where in needed}
-    return [
-        _with_others(tests, files, spots, chosen, choices, others, held.renamable, random) for chosen in (first, second)
-    ]
+    first = {where: random.choice(found) for where, found in choices.items()}
+    second = {where: _unlike(first[where], found, random) for where, found in choices.items()}
+    alone = _made(tests, files, spots, first, {})
+    return [_with_others(tests, files, spots, {}, held, random), alone,
+            _with_others(tests, files, spots, second, held, random)]  # fmt: skip
 
 
 def _unlike(first: Mutant, choices: Sequence[Mutant], random: Random) -> Mutant:
@@ -278,17 +309,24 @@ def _with_others(
     files: Mapping[str, Source],
     spots: Mapping[_Where, tuple[str, ...]],
     chosen: Mapping[_Where, Mutant],
-    choices: Mapping[_Where, Sequence[Mutant]],
-    others: Sequence[_Where],
-    renamable: frozenset[_Where],
+    held: Bank,
     random: Random,
 ) -> Canary:
     """``chosen``, some further tests rewritten, and some renamed; those that are both must fail all the same."""
-    more = {where: random.choice(choices[where]) for where in random.sample(others, min(_OTHERS, len(others)))}
-    free = sorted(renamable - chosen.keys())
+    more = random.sample(held.calm, min(_OTHERS, len(held.calm)))
+    free = sorted(held.renamable - chosen.keys())
     names = {where: random.choice(_WORDS) for where in random.sample(free, min(_RENAMED, len(free)))}
     taken = {f"{where[1].name}_{word}" for where, word in names.items()} & {at.name for _, at in spots}
     names = {where: word for where, word in names.items() if f"{where[1].name}_{word}" not in taken}
-    mutants = {**more, **chosen}
+    return _made(tests, files, spots, {**{(m.path, m.place): m for m in more}, **chosen}, names)
+
+
+def _made(
+    tests: Hidden,
+    files: Mapping[str, Source],
+    spots: Mapping[_Where, tuple[str, ...]],
+    mutants: Mapping[_Where, Mutant],
+    names: Mapping[_Where, str],
+) -> Canary:
     edited = {where: mutant.edit for where, mutant in mutants.items()}
     return _rewritten(tests, files, spots, edited, names, {where: m.ids for where, m in mutants.items()})

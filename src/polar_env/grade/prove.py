@@ -97,17 +97,17 @@ async def prove(pace: Pace, patch: bytes, held: Bank) -> tuple[Flag, str] | None
         GradeError: runs were cut, and not for the patch's sake (``Pace``).
     """
     row, random, right = pace.course.prepared.task.row, SystemRandom(), pace.right
-    canaries = plan(pace.tests, held, row, random)
-    if not canaries:
+    steps = plan(pace.tests, held, row, random)
+    if not steps:
         return Flag.UNPROVEN, "no FAIL_TO_PASS test could be rewritten"
-    real = Canary(pace.tests, must_pass=frozenset(_solid(listed(row, "FAIL_TO_PASS"), right)))
-    steps = [real, *canaries]
+    wanted = frozenset(_solid(listed(row, "FAIL_TO_PASS"), right))
+    real = steps[0] = replace(steps[0], must_pass=steps[0].must_pass | wanted)
     random.shuffle(steps)
     others = frozenset(_solid(listed(row, "PASS_TO_PASS"), right))
     for step in steps:
         problem = await _tried(pace, patch, step, others)
         if problem is not None:
-            return (Flag.UNSTABLE if step is real else Flag.FORCED_PASS), problem.reason
+            return (Flag.UNSTABLE if step is real and not problem.forced else Flag.FORCED_PASS), problem.reason
     return None
 
 

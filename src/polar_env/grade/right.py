@@ -25,7 +25,7 @@ from polar_env.grade.trial import Course, Trial, run
 from polar_env.tasks import Prepared
 from polar_env.tasks.once import make_once
 
-FORMAT = 7
+FORMAT = 8
 """Raised when what is measured, or how, changes: old measurements are then left alone."""
 LEAST, TIMES = 120.0, 5.0
 """A patch's tests get this many seconds, or this many times what the right fix took, whichever is more."""
