@@ -5,7 +5,7 @@ usage: python bench/sandbox.py [--count 20] [--parallel 32] [--only bubblewrap,d
 Milliseconds of wall clock, p50 and p99 of ``--count`` sandboxes one after another, then of ``--parallel`` at once, and
 what each costs against bubblewrap. Docker and Podman run an image made of this machine's tools, prepared once for all;
 bubblewrap shows a directory copy-on-write and prepares nothing. bubblewrap and Docker are measured through the handle
-that rollouts use (whose start of a container runs one command in it); Podman, for which Gym has no provider, through its
+that rollouts use (whose start of a container runs one command in it), Podman, which Gym has no provider for, by its
 command line. Docker and Podman need root; where they are not installed, Debian's packages are unpacked below the user's
 cache. What cannot be had is left out and said so.
 """
