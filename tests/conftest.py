@@ -1,5 +1,7 @@
 """The order of the tests, and who runs which: see side_by_side_helpers."""
 
+import signal
+
 import pytest
 from hypothesis import settings
 
@@ -9,6 +11,8 @@ settings.register_profile("unhurried", deadline=None)  # how long an example tak
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `.ci/run &`: what tests start would not hear it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if settings().deadline is not None:
         settings.load_profile("unhurried")
 

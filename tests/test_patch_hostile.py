@@ -34,7 +34,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.fixture
 async def sandbox(prepared: Prepared) -> AsyncGenerator[Sandbox]:
-    async with open_sandbox(box_of(prepared, config()), config()) as running:
+    few = SandboxConfig(pids=200)  # as soon full as thousands, and does not take the processors from other tests
+    async with open_sandbox(box_of(prepared, few), few) as running:
         yield running
 
 

@@ -33,6 +33,9 @@ POLAR = str(BIN / "polar")
 TRIES = 3
 """Ray gives its raylet 30 s to come up, fixed (ray/_private/node.py): on a busy machine that is too short at times."""
 
+LATER = "No available agent to submit job, please try again later"
+"""What Ray answers when the agent of a node that is up was not up within 10 s, fixed (ray/dashboard/consts.py)."""
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -113,18 +116,23 @@ def ended(
         "broken": ("echo going wrong; exit 3", let_in),
         "uninvited": ("echo let in", {name: outsider[name] for name in outsider if name != "RAY_AUTH_TOKEN_PATH"}),
     }
-    submitted = {
-        name: subprocess.Popen(
-            [POLAR, "submit", "ray", "--address", address, "--name", name, "--command", command],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, (command, env) in jobs.items()
-    }
-    said = {name: process.communicate()[0] for name, process in submitted.items()}
-    return {name: (process.returncode, said[name]) for name, process in submitted.items()}
+    said: dict[str, tuple[int, str]] = {}
+    for _ in range(TRIES):
+        submitted = {
+            name: subprocess.Popen(
+                [POLAR, "submit", "ray", "--address", address, "--name", name, "--command", command],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name, (command, env) in jobs.items()
+            if name not in said or LATER in said[name][1]
+        }
+        for name, process in submitted.items():
+            text = process.communicate()[0]
+            said[name] = process.returncode, text
+    return said
 
 
 def test_a_rollout_runs_as_a_job_and_its_row_is_in_the_log(ended: Mapping[str, tuple[int, str]]):
