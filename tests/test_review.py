@@ -101,6 +101,36 @@ def test_a_file_renamed_onto_a_test_file_is_left_out() -> None:
     assert keep(renamed, ROW) == Kept(b"", ("tests/new.py",), frozenset({Flag.TESTS_EDITED}))
 
 
+NEW = "new file mode 100644\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "stays"),
+    [
+        ("tests/helpers.py", "", False),
+        ("pkg/testing/compare.py", "", False),
+        ("test/conf.json", "deleted file mode 100644\n", False),
+        ("tests/helpers/__init__.py", NEW, False),  # found before tests/helpers.py
+        ("tests/test_mine.py", NEW, True),
+        ("tests.py", "", True),
+        ("src/latest/a.py", "", True),
+    ],
+)
+def test_what_hidden_tests_may_use_is_left_as_the_base_has_it(path: str, extra: str, stays: bool) -> None:
+    """``def check(found, wanted): pass`` in a helper passes every test that only asks it."""
+    kept = keep((diff("src/a.py") + diff(path, extra=extra)).encode(), ROW)
+    assert kept.left_out == (() if stays else (path,))
+    assert kept.flags == (frozenset() if stays else {Flag.TESTS_EDITED})
+    assert kept.patch.startswith(diff("src/a.py").encode())
+
+
+@pytest.mark.parametrize("row", [{**ROW, "test_patch": ""}, {**ROW, "patch": diff("tests/helpers.py")}])
+def test_where_a_fix_may_lie_among_the_tests_it_is_graded(row: dict[str, Any]) -> None:
+    """A row of one's own, that does not split its change or whose own fix is there."""
+    patch = diff("tests/helpers.py").encode()
+    assert keep(patch, row) == Kept(patch)
+
+
 def test_a_nested_repository_is_left_out_and_the_fix_beside_it_is_graded() -> None:
     link = diff("sub", "@@ -0,0 +1 @@\n+Subproject commit 1\n", "new file mode 160000\n")
     kept = keep((diff("src/a.py") + link).encode(), ROW)

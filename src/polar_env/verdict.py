@@ -34,7 +34,7 @@ class Flag(StrEnum):
     LOG_MARKERS = "log_markers"
     """It holds or prints SWE-bench's log markers."""
     TESTS_EDITED = "tests_edited"
-    """It changes files the hidden tests bring; those parts were left out."""
+    """It changes files the hidden tests bring or may use; those parts were left out."""
     BUILD_FILES = "build_files"
     """It changes what installing the project runs or reads."""
     NESTED_REPOSITORY = "nested_repository"

@@ -34,6 +34,9 @@ _OTHERS, _RENAMED, _CALM = 4, 3, 8
 """How many further tests are rewritten, and how many renamed, in one run; of how many the former are chosen."""
 _WORDS = ("again", "basic", "default", "edge", "empty", "error", "extra", "multiple", "nested", "plain", "simple",
           "single", "twice", "unicode", "value")  # fmt: skip
+_LONG = 100.0
+"""Seconds the right fix's tests take, from which on a run is not spent on choosing further tests: it would be paid for
+with ``budget.grade``."""
 _Where = tuple[str, Place]
 
 
@@ -188,7 +191,7 @@ async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
         kinds = {where: {m.edit.kind for m in good if (m.path, m.place) == where} for where in needed}
         if turn and all(len(found) == 2 for found in kinds.values()):
             break
-    beside = _beside(held, needed, random)
+    beside = _beside(held, needed, random) if right.seconds < _LONG else []
     probe = _rewritten(tests, files, spots, {(m.path, m.place): m.edit for m in beside}, {})
     if beside and needed:
         told = await apart(read, row, await run(course, patch, probe.tests))

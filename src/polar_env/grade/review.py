@@ -22,6 +22,9 @@ RUNNERS = frozenset({b"pytest", b"_pytest", b"pluggy", b"unittest", b"doctest", 
 """Modules that run tests or install: one at the root, or in a folder of tests, is found before the real one."""
 _MODULE = re.compile(rb"\.py$|(\.[\w-]+)?\.(so|pyd)$")
 _TESTS = frozenset({b"test", b"tests", b"testing"})
+_SUPPORT = frozenset({b"test", b"tests", b"testing", b"__tests__", b"e2e"})
+"""Folders whose files are no part of a fix where a row splits its change in ``patch`` and ``test_patch``: SWE-bench
+splits by these words, so none of 823 gold patches (Verified, Lite's dev, Multilingual) has one."""
 _BUILD = frozenset({b"setup.py", b"setup.cfg", b"pyproject.toml", b"manifest.in", b"tox.ini", b"noxfile.py",
                     b"makefile", b"requirements.txt", b"package.json", b"cargo.toml", b"go.mod"})  # fmt: skip
 _MARKER = b">>>>> "
@@ -104,18 +107,35 @@ def keep(patch: bytes, row: Mapping[str, Any]) -> Kept:
     """The patch without the files the hidden tests bring, and without nested repositories.
 
     The tests are put in place from outside, so an honest edit of them changes nothing; what a gitlink names is in no
-    patch.
+    patch. What else stands in a folder of tests the hidden ones may use: a helper whose assertion asserts nothing
+    passes them all, and still fails a test that is rewritten elsewhere. So it stays as the base has it.
     """
     theirs = {path.encode("utf-8", "surrogateescape") for path in touched(row) | named(row)}
     parts = sections(patch)
-    tests = [part for part in parts if part.paths & theirs]
+    splits = bool(row.get("test_patch")) and not any(_helps(part) for part in sections(_gold(row)))
+    tests = [part for part in parts if part.paths & theirs or (splits and _helps(part))]
     nested = [part for part in parts if b"160000" in part.modes and part not in tests]
-    names = {path for part in tests for path in part.paths & theirs} | {path for part in nested for path in part.paths}
+    names = {path for part in tests for path in part.paths & theirs or part.paths} | {
+        path for part in nested for path in part.paths
+    }
     flags = {flag for flag, found in ((Flag.TESTS_EDITED, tests), (Flag.NESTED_REPOSITORY, nested)) if found}
     dropped = {id(part) for part in [*tests, *nested]}
     left = [part for part in parts if id(part) not in dropped]
     text = b"".join(part.text for part in left) if dropped else patch
     return Kept(text, tuple(sorted(name.decode("utf-8", "replace") for name in names)), frozenset(flags | _worth(left)))
+
+
+def _gold(row: Mapping[str, Any]) -> bytes:
+    return str(row.get("patch") or "").encode("utf-8", "surrogateescape")
+
+
+def _helps(part: Section) -> bool:
+    """May tests that are not the patch's use the file? A new one they know nothing of, unless it is a package, which is
+    found before a module of its name."""
+    if not any(_SUPPORT.intersection(path.split(b"/")[:-1]) for path in part.paths):
+        return False
+    new = b"\nnew file mode " in part.text.partition(b"\n@@ ")[0]
+    return not new or any(posixpath.basename(path) == b"__init__.py" for path in part.paths)
 
 
 def _worth(parts: Iterable[Section]) -> set[Flag]:

@@ -65,7 +65,7 @@ async def grade(
     if objection := review(patch):
         return Verdict(VerdictStatus.REFUSED, detail=objection.reason, flags=(objection.flag,))
     kept = keep(patch, prepared.task.row)
-    note = f"left out, as the tests bring their own: {', '.join(kept.left_out)}" if kept.left_out else ""
+    note = f"left out, as the tests bring their own: {', '.join(kept.left_out[:20])}" if kept.left_out else ""
     if not kept.patch.strip():
         return Verdict(VerdictStatus.EMPTY_PATCH, detail=note, flags=tuple(sorted(kept.flags)))
     try:
@@ -126,7 +126,7 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
         found = await official.apart(_decide, course, kept.patch, trial)
     except official.UnreadableError as error:
         found = _Found(VerdictStatus.UNRESOLVED, f"the row's parser read the log it was measured on, not this: {error}")
-    found = _noticed(found, trial, known, course)
+    found = await official.apart(_noticed, found, trial, known, course)  # a patch can print for seconds of reading
     gold = str(prepared.task.row.get("patch") or "").encode()
     if found.status is not VerdictStatus.RESOLVED or same_change(kept.patch, gold):
         return found
