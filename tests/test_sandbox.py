@@ -680,9 +680,10 @@ def test_without_being_told_a_sandbox_gets_half_of_the_machine_and_never_more_th
 def test_where_no_control_group_holds_a_limit_each_process_has_it() -> None:
     wanted = limits.Limits(memory_mib=100, pids=50, disk_mib=10)
     file, data, processes = resource.RLIMIT_FSIZE, resource.RLIMIT_DATA, resource.RLIMIT_NPROC
-    assert wanted.rlimits(cgroups.Cgroups()) == [(file, 10 << 20), (data, 100 << 20), (processes, 50)]
-    assert wanted.rlimits(cgroups.Cgroups(held=frozenset({"memory", "pids"}))) == [(file, 10 << 20)]
-    assert limits.Limits().rlimits(cgroups.Cgroups()) == []
+    always = [(resource.RLIMIT_RTPRIO, 0), (resource.RLIMIT_NICE, 0)]
+    assert wanted.rlimits(cgroups.Cgroups()) == [*always, (file, 10 << 20), (data, 100 << 20), (processes, 50)]
+    assert wanted.rlimits(cgroups.Cgroups(held=frozenset({"memory", "pids"}))) == [*always, (file, 10 << 20)]
+    assert limits.Limits().rlimits(cgroups.Cgroups()) == always
 
 
 def test_our_own_limit_is_read_from_either_version(tmp_path: Path) -> None:
@@ -826,7 +827,7 @@ async def test_gym_gets_its_own_error_class_for_options_we_do_not_know() -> None
 @pytest.fixture
 def plain():
     register_provider("plain", PlainProvider)
-    yield SandboxConfig(provider="plain")
+    yield SandboxConfig(provider="plain", memory_mib=0)
     del _PROVIDER_REGISTRY["plain"]
 
 

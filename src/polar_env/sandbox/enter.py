@@ -82,7 +82,7 @@ def enter(spaces: list[list[int]]) -> None:
 def _own_scratch() -> None:
     """A /tmp of our own: the sandbox's may be full, or hold what the agent left there for us."""
     _mount("none", "/", "", _PRIVATE, "")
-    _mount("tmpfs", "/tmp", "tmpfs", _SCRATCH, "mode=1777,size=2g")  # noqa: S108 - the sandbox's, in a mount namespace of ours
+    _mount("tmpfs", "/tmp", "tmpfs", _SCRATCH, "mode=1777,size=2g,nr_inodes=512k")  # noqa: S108 - the sandbox's, in a mount namespace of ours
 
 
 def _mount(source: str, target: str, kind: str, flags: ctypes.c_ulong, options: str) -> None:

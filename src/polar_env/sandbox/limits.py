@@ -35,9 +35,12 @@ class Limits:
         return cgroups.limit(name, self.memory_mib, self.cpus, pids=self.pids, automatic=self.automatic)
 
     def rlimits(self, groups: cgroups.Cgroups) -> list[tuple[int, int]]:
-        """(RLIMIT_ number, value) of a command: the longest file, and what no control group holds."""
+        """(RLIMIT_ number, value) of a command: no real-time scheduling and no better niceness than ours, whatever this
+        process was allowed; the longest file, and what no control group holds."""
         held = groups.held
-        found = [(resource.RLIMIT_FSIZE, self.disk_mib * MIB)] if self.disk_mib else []
+        found = [(resource.RLIMIT_RTPRIO, 0), (resource.RLIMIT_NICE, 0)]
+        if self.disk_mib:
+            found.append((resource.RLIMIT_FSIZE, self.disk_mib * MIB))
         if self.memory_mib and "memory" not in held:
             found.append((resource.RLIMIT_DATA, self.memory_mib * MIB))
         if self.pids and "pids" not in held:
