@@ -115,16 +115,19 @@ def test_more_results_than_any_suite_has_are_no_answer(tmp_path: Path, monkeypat
     worker.close()
 
 
+OWN = {"do": "report", "row": {"log_parser": "pytest"}}
+
+
 def answering(code: str) -> Worker:
     """The real process, with another answer."""
-    patched = f"from polar_env.grade import report\ndef answer(request): {code}\nreport._answer = answer\nreport.main()"
+    patched = f"from polar_env.grade import report\ndef answer(request): {code}\nreport._own = answer\nreport.main()"
     return Worker(process(patched))
 
 
 def test_a_log_that_takes_more_memory_than_any_is_unreadable() -> None:
     worker = answering("return {'report': len(bytearray(8 << 30))}")
     with pytest.raises(UnreadableError, match="MemoryError"):
-        worker.ask({"do": "report"})
+        worker.ask(OWN)
     worker.close()
 
 
@@ -132,7 +135,7 @@ def test_an_error_that_holds_the_log_is_cut() -> None:
     """It ends up in the verdict, and so in the row."""
     worker = answering("raise KeyError('x' * 1_000_000)")
     with pytest.raises(UnreadableError, match="KeyError: 'xxx") as told:
-        worker.ask({"do": "report"})
+        worker.ask(OWN)
     assert len(str(told.value)) < 1000
     worker.close()
 

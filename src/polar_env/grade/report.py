@@ -37,9 +37,9 @@ PROCESSOR, PER_MIB = 15.0, 1.0
 parsers take 0.1 to 0.35 for one that is nothing but results (measured)."""
 ANSWER_LIMIT = 8 * 1024 * 1024
 """Bytes of an answer: the results of some 50,000 tests. To read JSON holds up every rollout of the process."""
-MEMORY = 3 * 1024**3
-"""Bytes of address space of a grading process, of which the package has half: a log of 64 MB needs 1 GB to be read.
-Without a limit a hostile one would have the process shot for want of memory, which says nothing of the log."""
+MEMORY = 2 * 1024**3
+"""Bytes that an answer may take beside the package: a log of 64 MB needs 1 GB to be read. Without a limit a hostile one
+would have the process shot for want of memory, which says nothing of the log."""
 MOST = max(2, min(8, len(os.sched_getaffinity(0))))
 """Grading processes at the same time: two at least, or one hostile log would hold up every grading."""
 HURRY = 5.0
@@ -118,7 +118,6 @@ class Worker:
             self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=env, cwd="/"
         )
         resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))  # a limit that is reached would dump one
-        resource.prlimit(self._process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
         return self._process
 
     @staticmethod
@@ -272,15 +271,13 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    row = request["row"]
-    if row["log_parser"] in results.PARSERS:
-        text = Path(request["log"]).read_text("utf-8")
-        if request["do"] == "report":
-            return {"report": results.report(row, text)}
-        return {"statuses": results.PARSERS[row["log_parser"]](results.printed(text))}
+    if request["row"]["log_parser"] in results.PARSERS:
+        _bound()
+        return _own(request)
     grading: Any = importlib.import_module("swebench.harness.grading")  # seconds, and only this process pays them
     utils: Any = importlib.import_module("swebench.harness.utils")
-    spec = utils.make_test_spec(row)
+    _bound()
+    spec = utils.make_test_spec(request["row"])
     if request["do"] == "script":
         return {"script": spec.eval_script}
     if request["do"] == "statuses":
@@ -288,6 +285,20 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     prediction = {"instance_id": spec.instance_id, "model_patch": request["patch"], "model_name_or_path": "polar"}
     found = grading.get_eval_report(spec, prediction, request["log"], include_tests_status=True)
     return {"report": found[spec.instance_id]}
+
+
+def _own(request: dict[str, Any]) -> dict[str, Any]:
+    row, text = request["row"], Path(request["log"]).read_text("utf-8")
+    if request["do"] == "report":
+        return {"report": results.report(row, text)}
+    return {"statuses": results.PARSERS[row["log_parser"]](results.printed(text))}
+
+
+def _bound() -> None:
+    """No more memory than ``MEMORY`` beside what is there; what importing takes goes by the machine's processors."""
+    there = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY if most < 0 else min(there + MEMORY, most), most))
 
 
 def main() -> None:
