@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -904,3 +906,24 @@ def test_removing_a_tree_never_follows_links(tmp_path: Path) -> None:
     assert not tree.exists()
     assert (outside / "sub").stat().st_mode & 0o777 == 0o755
     shutil.rmtree(outside)
+
+
+async def test_a_long_standard_input_is_handed_over_in_pieces_while_all_else_goes_on(repo: Path) -> None:
+    data, turns = bytes(range(256)) * 100_000, 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with ExitStack() as stack:
+        beside = asyncio.ensure_future(others())
+        fd = await process.long_memory_file(stack, "long", data)
+        beside.cancel()
+        assert os.pread(fd, len(data) + 1, 0) == data
+    assert turns >= len(data) // process.PIECE
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        assert (await sandbox.exec(["sha256sum"], stdin=data, timeout=20)).stdout.split()[0].decode() == (
+            hashlib.sha256(data).hexdigest()
+        )

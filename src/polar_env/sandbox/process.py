@@ -22,6 +22,9 @@ _HELPER = Path(__file__).with_name("enter.py")
 DRAIN_GRACE = 0.5
 """Seconds that output still counts after the command ended: a background child may hold the pipe for ever."""
 
+PIECE = 4 * 1024 * 1024
+"""Bytes that are written at a time: about 2 ms."""
+
 STOP_GRACE = 2.0
 """Seconds a command may take to be gone after it was killed."""
 
@@ -89,6 +92,19 @@ def memory_file(stack: ExitStack, name: str, data: bytes) -> int:
     return fd
 
 
+async def long_memory_file(stack: ExitStack, name: str, data: bytes) -> int:
+    """``memory_file`` of what may be long (a baseline has 50 MB, and writing it takes 25 ms), in pieces between which
+    the loop goes on."""
+    fd = memory_file(stack, name, b"")
+    for at in range(0, len(data), PIECE):
+        rest = memoryview(data)[at : at + PIECE]
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        await asyncio.sleep(0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 def helper_argv(spec_fd: int, status_fd: int) -> list[str]:
     return [sys.executable, "-I", "-S", os.fspath(_HELPER), str(spec_fd), str(status_fd)]
 
@@ -102,8 +118,8 @@ def helper_env() -> dict[str, str]:
 async def _spawn(stack: ExitStack, spec: Mapping[str, Any], stdin: bytes | None, pipes: list[_Drain]) -> Any:
     out, err, status = (pipe.writer for pipe in pipes)
     spec_fd = memory_file(stack, "spec", json.dumps(dict(spec)).encode())
-    stdin_fd = memory_file(stack, "stdin", stdin) if stdin is not None else asyncio.subprocess.DEVNULL
     try:
+        stdin_fd = asyncio.subprocess.DEVNULL if stdin is None else await long_memory_file(stack, "stdin", stdin)
         return await asyncio.create_subprocess_exec(
             *helper_argv(spec_fd, status),
             stdin=stdin_fd,
