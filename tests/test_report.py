@@ -140,6 +140,18 @@ def test_an_error_that_holds_the_log_is_cut() -> None:
     worker.close()
 
 
+def test_tests_of_two_results_are_found_where_a_long_log_is_nobody_elses_time(tmp_path: Path) -> None:
+    lines = "FAILED t.py::a - first\nPASSED t.py::a\nPASSED t.py::b\nFAILED t.py::other\nPASSED t.py::other\n"
+    text = f"+ : '>>>>> Start Test Output'\n{lines}+ : '>>>>> End Test Output'\n"
+    (tmp_path / "log").write_text(text)
+    row = {"FAIL_TO_PASS": '["t.py::a"]', "PASS_TO_PASS": ["t.py::b"], "log_parser": "parse_log_pytest"}
+    row |= dict.fromkeys(("instance_id", "image", "repo", "version", "eval_script"), "x")
+    worker = Worker()
+    found = official.report({**row, "eval_type": "pass_and_fail"}, "x", tmp_path / "log", worker)
+    assert (found["resolved"], found["conflicting"]) == (True, ["t.py::a"])
+    worker.close()
+
+
 def test_a_longer_log_may_take_longer(tmp_path: Path) -> None:
     class Notes:
         def ask(self, request: Any, processor: float | None = None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import IO, Any, ParamSpec, Protocol, TypeVar, cast
 from polar_env.config import child_environment
 from polar_env.errors import GradeError, boundary
 from polar_env.grade import results
+from polar_env.grade.phases import conflicting
 
 TIMEOUT = 120.0
 """Seconds one answer may take at least, the import included; one with more processor time has three times that."""
@@ -235,7 +236,8 @@ def eval_script(row: Mapping[str, Any], workers: Asked = WORKERS) -> str:
 
 
 def report(row: Mapping[str, Any], patch: str, log: Path, workers: Asked = WORKERS) -> dict[str, Any]:
-    """``swebench.harness.grading.get_eval_report`` of one instance: ``resolved``, ``tests_status``, … Blocks.
+    """``swebench.harness.grading.get_eval_report`` of one instance: ``resolved``, ``tests_status``, … Blocks. Of a
+    resolved one also ``conflicting``: the listed tests that have two results.
 
     Raises:
         UnreadableError: the package has no answer for this log.
@@ -284,14 +286,24 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"statuses": grading.get_logs_eval(spec, request["log"])[0]}
     prediction = {"instance_id": spec.instance_id, "model_patch": request["patch"], "model_name_or_path": "polar"}
     found = grading.get_eval_report(spec, prediction, request["log"], include_tests_status=True)
-    return {"report": found[spec.instance_id]}
+    return {"report": _with_conflicts(found[spec.instance_id], request)}
 
 
 def _own(request: dict[str, Any]) -> dict[str, Any]:
     row, text = request["row"], Path(request["log"]).read_text("utf-8")
     if request["do"] == "report":
-        return {"report": results.report(row, text)}
+        return {"report": _with_conflicts(results.report(row, text), request)}
     return {"statuses": results.PARSERS[row["log_parser"]](results.printed(text))}
+
+
+def _with_conflicts(report: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Of a resolved run also the listed tests that are said to have passed and to have failed. To look for them takes
+    seconds for a long log, and holds the interpreter: here it is nobody else's."""
+    if not report["resolved"]:
+        return report
+    lists = (request["row"][field] for field in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+    wanted = {test for value in lists for test in (json.loads(value) if isinstance(value, str) else value)}
+    return {**report, "conflicting": sorted(conflicting(Path(request["log"]).read_bytes()) & wanted)}
 
 
 def _bound() -> None:

@@ -17,8 +17,8 @@ from polar_env.errors import GradeError, SandboxError
 from polar_env.grade import report as official
 from polar_env.grade.audit import unlike
 from polar_env.grade.canary import bank
-from polar_env.grade.hidden import Hidden, hidden, listed
-from polar_env.grade.phases import conflicting, of_row
+from polar_env.grade.hidden import Hidden, hidden
+from polar_env.grade.phases import of_row
 from polar_env.grade.prove import Pace, prove
 from polar_env.grade.review import Kept, keep, review, same_change
 from polar_env.grade.right import Right, right, written
@@ -37,6 +37,7 @@ class _Found:
     counts: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     flags: frozenset[Flag] = frozenset()
     official: bool = False
+    conflicting: tuple[str, ...] = ()
 
     def but(self, flag: Flag, detail: str) -> "_Found":
         """The same, refused."""
@@ -126,7 +127,7 @@ async def _evaluate(prepared: Prepared, kept: Kept, config: SandboxConfig, timeo
         found = await official.apart(_decide, course, kept.patch, trial)
     except official.UnreadableError as error:
         found = _Found(VerdictStatus.UNRESOLVED, f"the row's parser read the log it was measured on, not this: {error}")
-    found = await official.apart(_noticed, found, trial, known, course)  # a patch can print for seconds of reading
+    found = _noticed(found, trial, known)
     gold = str(prepared.task.row.get("patch") or "").encode()
     if found.status is not VerdictStatus.RESOLVED or same_change(kept.patch, gold):
         return found
@@ -159,7 +160,8 @@ def _read(found: Mapping[str, Any], code: int | None) -> _Found:
     tests: Mapping[str, Mapping[str, list[str]]] = found.get("tests_status", {})
     counts = (_count(tests.get("FAIL_TO_PASS")), _count(tests.get("PASS_TO_PASS")))
     if found["resolved"]:
-        return _Found(VerdictStatus.RESOLVED, counts=counts, official=True)
+        both = tuple(found.get("conflicting", ()))
+        return _Found(VerdictStatus.RESOLVED, counts=counts, official=True, conflicting=both)
     if tests:
         return _Found(VerdictStatus.UNRESOLVED, counts=counts)
     reason = found.get("infra_failure_reason") or f"exit code {code}"
@@ -172,7 +174,7 @@ def _count(results: Mapping[str, list[str]] | None) -> tuple[int, int]:
     return len(results["success"]), len(results["success"]) + len(results["failure"])
 
 
-def _noticed(found: _Found, trial: Trial, known: Right, course: Course) -> _Found:
+def _noticed(found: _Found, trial: Trial, known: Right) -> _Found:
     """What the run showed besides its results; what a resolved patch cannot have is a refusal. Pure."""
     if trial.marked:
         found = replace(found, flags=found.flags | {Flag.LOG_MARKERS})
@@ -180,10 +182,6 @@ def _noticed(found: _Found, trial: Trial, known: Right, course: Course) -> _Foun
         found = found.but(Flag.ENVIRONMENT, f"installing it changed {', '.join(odd[:3])}")
     if trial.changes.processes > known.changes.processes:
         found = found.but(Flag.LEFT_RUNNING, "installing it left processes behind")
-    if found.status is not VerdictStatus.RESOLVED:
-        return found
-    row = course.prepared.task.row
-    wanted = [*listed(row, "FAIL_TO_PASS"), *listed(row, "PASS_TO_PASS")]
-    if both := sorted(conflicting(trial.tests).intersection(wanted)):
-        return found.but(Flag.CONFLICTING, f"{both[0]} is said to have passed and to have failed")
+    if found.status is VerdictStatus.RESOLVED and found.conflicting:
+        return found.but(Flag.CONFLICTING, f"{found.conflicting[0]} is said to have passed and to have failed")
     return found
