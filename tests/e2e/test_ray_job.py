@@ -69,7 +69,8 @@ def started(stack: ExitStack, place: str, let_in: Mapping[str, str], said: Path)
     """The job server's port; None when Ray did not come up, and then nothing of it runs. ``stack`` ends it."""
     known, port = set(psutil.Process().children(recursive=True)), free_port()
     words = ["start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1", f"--temp-dir={place}"]
-    ports = [f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}", "--port=0"]
+    others = ("ray-client-server-port", "dashboard-agent-listen-port")  # or another Ray may hold them yet
+    ports = [f"--dashboard-port={port}", "--port=0", *(f"--{name}={free_port()}" for name in others)]
     with said.open("w") as log:
         command = [str(BIN / "ray"), *words, *ports, "--disable-usage-stats"]
         head = subprocess.Popen(command, env=let_in, stdout=log, stderr=log)
