@@ -216,7 +216,7 @@ async def test_a_harness_that_exits_non_zero_after_work_is_an_agent_error_and_st
     delivered(result)
 
 
-@pytest.mark.parametrize("trap", ["os.makedirs('git~1'); open('git~1/x', 'w')", "os.chmod('.', 0)"])
+@pytest.mark.parametrize("trap", ["os.makedirs('git~1'); open('git~1/x', 'w')", "os.mkfifo('.gitattributes')"])
 async def test_a_tree_that_git_cannot_read_is_the_agent_s_zero_not_a_mask(tmp_path: Path, trap: str):
     result = await roll(await settings(tmp_path, harness={"command": python(AGENT.replace(DONE, trap))}))
     assert (result.outcome, result.patch) == (Outcome.AGENT_ERROR, b"")
