@@ -11,7 +11,7 @@ from polar_env.tasks.prepare import prepare
 from polar_env.tasks.rows import load
 from tasks_helpers import evaluate, official_report, passed, spent, swebench_data
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 REQUESTS = "psf__requests-6028"
 REQUESTS_COMMIT = "9a6bd509a74dc360a034eff2e18e483839d81012"
