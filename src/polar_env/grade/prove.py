@@ -23,10 +23,11 @@ AGAIN, LEAST_AGAIN = 3.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a run contradicts. ``forced``: a test passed that no program passes."""
+    """What a run contradicts. ``forced``: a test passed that no program passes; ``test``: the first to blame."""
 
     reason: str
     forced: bool = False
+    test: str = ""
 
 
 @dataclass(slots=True)
@@ -100,14 +101,15 @@ async def prove(pace: Pace, patch: bytes, held: Bank) -> tuple[Flag, str] | None
     steps = plan(pace.tests, held, row, random)
     if not steps:
         return Flag.UNPROVEN, "no FAIL_TO_PASS test could be rewritten"
-    wanted = frozenset(_solid(listed(row, "FAIL_TO_PASS"), right))
-    real = steps[0] = replace(steps[0], must_pass=steps[0].must_pass | wanted)
+    changed, wanted = steps[0].must_pass | steps[0].must_fail, _solid(listed(row, "FAIL_TO_PASS"), right)
+    real = steps[0] = replace(steps[0], must_pass=steps[0].must_pass.union(wanted))
     random.shuffle(steps)
     others = frozenset(_solid(listed(row, "PASS_TO_PASS"), right))
     for step in steps:
         problem = await _tried(pace, patch, step, others)
         if problem is not None:
-            return (Flag.UNSTABLE if step is real and not problem.forced else Flag.FORCED_PASS), problem.reason
+            unstable = step is real and problem.test not in changed
+            return (Flag.UNSTABLE if unstable else Flag.FORCED_PASS), problem.reason
     return None
 
 
@@ -152,11 +154,11 @@ def judge(step: Canary, trial: Trial, told: Callable[[str], str | None], others:
     for test in sorted(step.must_fail):
         found = told(test) or _in_summary(test, told)
         if found not in FAILS:
-            return Problem(f"{test} was rewritten to fail, and is {found or 'missing'}", found in PASSES)
+            return Problem(f"{test} was rewritten to fail, and is {found or 'missing'}", found in PASSES, test)
     for test in sorted(step.must_pass):
         found = told(test)
         if found != "PASSED":
-            return Problem(f"{test} must pass, and is {found or 'missing'}")
+            return Problem(f"{test} must pass, and is {found or 'missing'}", test=test)
     rest = others - step.changed
     lost = [test for test in sorted(rest) if told(test) not in PASSES]
     if len(lost) > len(rest) / 2:
