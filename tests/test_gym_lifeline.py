@@ -20,8 +20,8 @@ if sys.argv[2] == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 lifeline.GRACE = 0.3
 lifeline.follow()
-print("ready", flush=True)
 try:
+    print("ready", flush=True)  # the starter may be shot before this has returned
     threading.Event().wait()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
