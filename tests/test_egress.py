@@ -64,6 +64,40 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as talk:
             assert egress.read(watched) == Egress({}, 0)
 
 
+async def test_what_a_sandbox_says_to_itself_by_other_names_is_not_egress(repo: Path) -> None:
+    """Groups, and what resolvers ask a name server about this very machine."""
+    own = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as group:
+    group.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton("239.1.1.1") + bytes(4))
+    group.sendto(b"x", ("239.1.1.1", 5007))
+for ask in (lambda: socket.gethostbyaddr("127.0.0.2"), lambda: socket.getaddrinfo("app.localhost", 80)):
+    try: ask()
+    except OSError: pass
+"""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        with sandbox.watch() or pytest.fail("not watched") as watched:
+            assert await run(sandbox, own) == ""
+            assert egress.read(watched) == Egress({}, 0)
+
+
+async def test_questions_to_a_name_server_are_seen_whatever_carries_them(repo: Path) -> None:
+    asks = """
+import socket
+with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as six:
+    six.sendto(b"?", ("::1", 53))
+try: socket.create_connection(("127.0.0.1", 53))
+except OSError: pass
+try: socket.create_connection(("::1", 53))
+except OSError: pass
+"""
+    async with open_sandbox(box_of(repo), config()) as sandbox:
+        with sandbox.watch() or pytest.fail("not watched") as watched:
+            assert await run(sandbox, asks) == ""
+            seen = egress.read(watched)
+    assert set(seen.tried) == {"udp [::1]:53", "tcp 127.0.0.1:53", "tcp [::1]:53"}
+
+
 async def test_a_listener_of_ours_is_not_reached_at_other_addresses(repo: Path) -> None:
     """Every address is the sandbox's own now; the model listens on 127.0.0.1 alone."""
     async with open_sandbox(box_of(repo), config()) as sandbox:
@@ -151,6 +185,12 @@ def query(name: bytes) -> bytes:
 )
 def test_a_packet_tells_where_it_was_to_go(packet: bytes, where: str) -> None:
     assert egress.destination(packet) == where
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_packet_is_told_too(data: bytes) -> None:
+    """Whoever may inject packets may inject any bytes."""
+    assert egress.destination(data).isprintable()
 
 
 @given(st.binary(max_size=200), st.sampled_from([4, 6]), st.sampled_from([1, 6, 17, 58, 0, 255]))

@@ -196,8 +196,9 @@ async def _start(
     if ending.prepared.by_snapshot:  # in the image: what it looks like now is what a patch is against
         ending.baseline = await patches.snapshot(sandbox, ending.prepared.workdir, ending.prepared.hide)
     await stack.enter_async_context(proxy.listen(sandbox.listener(MODEL_PORT), CONNECTIONS))
-    if watched := sandbox.watch():
-        ending.watched = stack.enter_context(watched)
+    with suppress(SandboxError):  # a kernel that shows no packets: the row says that nobody watched
+        if watched := sandbox.watch():
+            ending.watched = stack.enter_context(watched)
     return sandbox
 
 

@@ -163,7 +163,7 @@ def result_of(
         patch=base64.b64decode(polar["patch"]),
         exit=None if code == -1.0 else HarnessExit(int(code), "", ""),
         seconds={phase: row[f"seconds_{phase}"] for phase in PHASES},
-        egress=None if (tried := polar["egress"]) is None else Egress(**tried),
+        egress=None if (tried := polar.get("egress")) is None else Egress(**tried),
     )
 
 

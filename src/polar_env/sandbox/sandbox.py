@@ -71,8 +71,9 @@ class Sandbox(Protocol):
 
     def watch(self) -> socket | None:
         """From now on what the sandbox's processes send to anyone but their own loopback is held in this socket, to be
-        read with ``egress.read``; it is refused as it was before. ``None`` where nobody can tell what was tried: on
-        the host's network, and with providers that have no way into a sandbox's network."""
+        read with ``egress.read``. Connecting is refused where it was unreachable, at once too; addresses of elsewhere
+        can be bound. ``None`` where nobody can tell what was tried: on the host's network, and with providers that have
+        no way into a sandbox's network. Raises SandboxError where the kernel cannot show it."""
         ...
 
 
