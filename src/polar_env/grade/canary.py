@@ -49,6 +49,10 @@ class Mutant:
     edit: Edit
     ids: tuple[str, ...]
 
+    @property
+    def where(self) -> _Where:
+        return self.path, self.place
+
 
 @dataclass(frozen=True, slots=True)
 class Bank:
@@ -188,12 +192,12 @@ async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
         told = await apart(read, row, await run(course, patch, probe.tests))
         held = _learn(held, spots, tried, renamed, told)
         good = [m for m in held.mutants if set(m.ids) & set(wanted)]
-        kinds = {where: {m.edit.kind for m in good if (m.path, m.place) == where} for where in needed}
+        kinds = {where: {m.edit.kind for m in good if m.where == where} for where in needed}
         if turn and all(len(found) == 2 for found in kinds.values()):
             break
     beside = _beside(held, needed, random) if right.seconds < _LONG else []
-    probe = _rewritten(tests, files, spots, {(m.path, m.place): m.edit for m in beside}, {})
-    if beside and needed:
+    if beside:
+        probe = _rewritten(tests, files, spots, {m.where: m.edit for m in beside}, {})
         told = await apart(read, row, await run(course, patch, probe.tests))
         if all(status(told, test) == "PASSED" for test in set(wanted).intersection(passing)):
             held = replace(held, calm=tuple(m for m in beside if all(status(told, test) in FAILS for test in m.ids)))
@@ -202,11 +206,15 @@ async def _fill(course: Course, tests: Hidden, right: Right) -> dict[str, Any]:
 
 def _beside(held: Bank, needed: Sequence[_Where], random: Random) -> list[Mutant]:
     """Some rewritings of other tests than these, one of a test."""
-    choices: dict[_Where, list[Mutant]] = {}
-    for mutant in held.mutants:
-        if (mutant.path, mutant.place) not in needed:
-            choices.setdefault((mutant.path, mutant.place), []).append(mutant)
+    choices = _by_test(mutant for mutant in held.mutants if mutant.where not in needed)
     return [random.choice(choices[where]) for where in random.sample(sorted(choices), min(_CALM, len(choices)))]
+
+
+def _by_test(mutants: Iterable[Mutant]) -> dict[_Where, list[Mutant]]:
+    found: dict[_Where, list[Mutant]] = {}
+    for mutant in mutants:
+        found.setdefault(mutant.where, []).append(mutant)
+    return found
 
 
 def _function(source: Source, place: Place) -> Any:
@@ -290,10 +298,7 @@ def plan(tests: Hidden, held: Bank, row: Mapping[str, Any], random: Random) -> l
     """
     files, wanted = sources(tests), set(listed(row, "FAIL_TO_PASS"))
     spots = located([*wanted, *listed(row, "PASS_TO_PASS")], files)
-    choices: dict[_Where, list[Mutant]] = {}
-    for mutant in held.mutants:
-        if set(mutant.ids) & wanted:
-            choices.setdefault((mutant.path, mutant.place), []).append(mutant)
+    choices = _by_test(mutant for mutant in held.mutants if set(mutant.ids) & wanted)
     if not choices:
         return []
     first = {where: random.choice(found) for where, found in choices.items()}
@@ -321,7 +326,7 @@ def _with_others(
     names = {where: random.choice(_WORDS) for where in random.sample(free, min(_RENAMED, len(free)))}
     taken = {f"{where[1].name}_{word}" for where, word in names.items()} & {at.name for _, at in spots}
     names = {where: word for where, word in names.items() if f"{where[1].name}_{word}" not in taken}
-    return _made(tests, files, spots, {**{(m.path, m.place): m for m in more}, **chosen}, names)
+    return _made(tests, files, spots, {**{m.where: m for m in more}, **chosen}, names)
 
 
 def _made(
